@@ -3,12 +3,12 @@
 //! `cargo bench -p pikv-benches --bench append`
 //!
 //! *Growth*: one token at a time through `begin`, `append`, `route` and `commit`, 8 experts, at lengths of 2^10 to 2^20, all past the
-//! ring, in turns with a sequence that starts from 2^10. Fails if a token of the longest costs more than 1.2 times one of that. What
-//! was appended is read back.
+//! ring, in turns with a sequence that starts from 2^10. Fails if a token of the longest costs more than 1.2 times one of the shortest.
+//! The appended tokens are read back.
 //!
-//! *Beside a copy*: a token of a layer of 8 heads of 128 channels, which comes in f32 and is kept in bf16, or packed to int8 or int4
-//! 32 tokens at a time once it has left the ring; over that, what it takes to write the same 4 KiB, rounded already, to the end of a buffer
-//! (`row`), and to the places where they lie in a page (`places`), once for the ring and once for the page of the expert.
+//! *Beside a copy*: the time of a token of a layer of 8 heads of 128 channels, given in f32, kept in bf16, and packed to int8 or int4 in
+//! pages of 32 once it has left the ring. It is divided by the time to write the same 4 KiB, rounded already, to the end of a buffer (`row`)
+//! and to their places in a page (`places`), once for the ring and once for the page of the expert.
 
 #[allow(dead_code, reason = "the other benches use the rest")]
 mod machine;

@@ -2,12 +2,16 @@
 //!
 //! `cargo bench -p pikv-benches --bench forks [-- --quick]`
 //!
-//! *Fork*: of a sequence of 48 layers of 4 heads of 64 channels in bf16, 16,400 tokens long, so that the newest page of each ring and run is
-//! half full and has to be copied by who goes on. *First token*: of such a fork, attention of 16 query heads included; `ratio` is its time
-//! over the median of the 8 tokens that follow, the median of 11 forks. *First write* is the same without attention. *Empty*: a sequence of 92 layers of 8 heads
-//! and 160 experts. *Fork of an empty sequence*: of 94 layers of 4 heads and 128 experts. `us` is the median of several, `bytes` what the
-//! fork or the sequence asked the allocator for and kept, for one that goes on after the token. 50 us are allowed for a fork and for an empty
-//! sequence, 64 bytes a head for a fork, 64 KiB for an empty sequence, and 1.3 times other tokens for the first one.
+//! * *Fork*: of a sequence of 48 layers of 4 heads of 64 channels in bf16. It is 16,400 tokens long, so the newest page of each ring and run
+//!   is half full, and the first of the two that is written to copies it.
+//! * *First token*: of such a fork, attention of 16 query heads included; `ratio` is its time over the median of the 8 tokens that follow,
+//!   the median of 11 forks. *First write* is the same without attention.
+//! * *Empty*: a sequence of 92 layers of 8 heads and 160 experts.
+//! * *Fork of an empty sequence*: of 94 layers of 4 heads and 128 experts.
+//!
+//! `us` is the median of several; `bytes` are those that the fork or the sequence asked the allocator for and kept, after the token for a
+//! fork that goes on. Allowed are 50 us for a fork and for an empty sequence, 64 bytes a head for a fork, 64 KiB for an empty sequence, and
+//! for the first token 1.3 times the others.
 //!
 //! Writes `results/forks.csv`, and fails where more is taken than is allowed. `--quick`: a short sequence, nothing is written.
 

@@ -3,18 +3,16 @@
 //! `cargo bench -p pikv-benches --bench schedule [-- --quick] [--hits]`
 //!
 //! *The loop*: one layer, 32 query heads over 8 KV heads of 128 channels in bf16, 8 experts, 32,768 tokens held. A step of one token
-//! with a router and a policy is timed in turn with one of a cache that has neither, stage by stage. `stages` is what all but
-//! attention takes more, `evict` what ranking and dropping tokens takes, spread over the steps from one eviction to the next,
-//! both as a part of attention's time without a policy; `attend` is attention's own time beside that, as some policies have the
-//! weights of every token noted.
+//! with a router and a policy is timed in turn with one of a cache that has neither, stage by stage. Times are parts of attention's time
+//! without a policy: `stages` is the additional time of all but attention; `evict` is the time to rank and drop tokens, spread over the steps
+//! from one eviction to the next; `attend` is attention with the policy, which sums weights for some policies.
 //!
-//! *Eviction*: one head that holds 10^3 pages, and 10^6. What a step that evicts takes more than those before it, over the pages' worth
-//! of tokens that it evicts. Before such steps 64 MiB of something else are read, as attention would have.
+//! *Eviction*: one head that holds 10^3 pages, and 10^6. The additional time of a step that evicts, over the steps before it, divided by
+//! the number of pages that the evicted tokens would fill. Before such steps 64 MiB of other memory are read, as attention would do.
 //!
-//! *Hits*: the same layer with one expert, once with hits counted and once without, in turn: attention's time with them over that without,
-//! over as many steps as there are from one row that is asked to the next, so that each has one; `stages` is what keeping the extremes of
-//! keys takes at commit, over 32 steps, as a part of attention's time; `ratio` is the bytes of ghosts over those of pages. `--hits` measures
-//! this alone.
+//! *Hits*: the same layer with one expert, once with hits counted and once without, in turn. `attend` is attention's time with them over
+//! that without, over as many steps as lie between two rows whose hits are counted; `stages` is the time at commit to keep the extremes of
+//! keys, over 32 steps, as a part of attention's time; `ratio` is the bytes of ghosts over those of pages. `--hits` measures this alone.
 //!
 //! Every cache is checked to hold what its budget says. The results of a whole run go to `benches/results/schedule.csv`.
 

@@ -46,7 +46,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let map = paged.sequence.map();
     for form in Form::ALL {
-        let (pages, bytes) = map.of(form);
+        let (pages, bytes) = map.count(form);
         eprintln!("{form:?}: {pages} pages, {bytes} bytes");
     }
     print!("{}", map.svg());

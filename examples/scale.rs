@@ -2,10 +2,13 @@
 //!
 //! `cargo run --release -p pikv-examples --bin scale` writes `benches/results/scale.csv`, `scale.svg` and `maps.csv`, and prints the rows of one model.
 //!
-//! A row for each model of the planner, context (4K up to 64 devices) and number of devices. It has the bytes of pages on the fullest
-//! device, alone and over the mean (0 if no page is full), and on the front; bytes and messages of a decode step of one row that reads all
-//! pages, with the bits of one process and merged on the ranks; and the time of the front's link for them at its rated speed, in both
-//! directions at once and without other load: 450 GB/s each way for NVLink (fourth generation, 18 links of 25 GB/s), 50 GB/s for 400G.
+//! A row is a model of the planner, a context and a number of devices (4K tokens on up to 64 devices only). It has
+//!
+//! * the bytes of pages on the fullest device, alone and divided by the mean (0 if no page is full), and on the front;
+//! * the bytes and messages of a decode step of one row that reads all pages, with the bits of one process and merged on the ranks;
+//! * the time that the front's link takes for them at its rated speed, in both directions at once and without other load: 450 GB/s each
+//!   way for NVLink (fourth generation, 18 links of 25 GB/s), 50 GB/s for 400G.
+//!
 //! Experts are even, K and V bf16, the map `ShardMap::spread`. The message sizes are tested on 2, 4 and 8 ranks (`tests/fabric`,
 //! `tests/mpi.rs`: within 5 %); the times are not measured.
 

@@ -2,12 +2,15 @@
 //!
 //! `cargo bench -p pikv-benches --bench attend [-- --lanes NAME] [--context N] [--dtype NAME] [--part decode|batch|prefill]`
 //!
-//! 32 query heads over 8 KV heads of 128 channels. The *roof* is the lower of two rates: the machine's read bandwidth
-//! over a buffer that no cache holds, and the rate of KV bytes at which its measured peak of independent fused
-//! multiply-adds would be used up (2 * head_dim * group of them a token, KV head and row). Three parts: one row against one
-//! sequence, one row for each of eight sequences of mixed lengths, and many rows against one sequence. Every configuration is
-//! checked against a float64 softmax before it is timed. Rows of `benches/results/attend.csv` that were measured again on
-//! the same machine are replaced, others stay.
+//! 32 query heads over 8 KV heads of 128 channels. The *roof* is the lower of two rates of KV bytes:
+//!
+//! * the machine's read bandwidth over a buffer that no cache holds;
+//! * the rate that would need all of the machine's measured peak of independent fused multiply-adds; a token takes
+//!   2 * head_dim * group of them, for each KV head and row.
+//!
+//! Three parts: one row against one sequence, one row for each of eight sequences of mixed lengths, and many rows against one
+//! sequence. Every configuration is checked against a float64 softmax before it is timed. Rows of `benches/results/attend.csv`
+//! that were measured again on the same machine are replaced, others stay.
 //!
 //! `--serve` takes part in `benches/peers/run`.
 

@@ -1,10 +1,11 @@
 //! Whether each rule acts: every router at its defaults against R_T, every policy against StreamingLLM (and that one against LRU).
 //!
-//! Two streams: the MoE over the novel, and a made-up one of skewed experts without a model (one layer, one KV head). For a router, the
-//! share of rows whose ranking differs from R_T's, the plain top-k of the same logits; for a policy, the share of (step, layer,
-//! KV head) in which the head holds other tokens than under its baseline. Beside it, if the stream has them, the changes against the
-//! baseline: nats per token, the hit rate (share of the pages wanted by rows that were held) and the residency (share of all tokens of
-//! the rows' experts that were held).
+//! Two streams: the MoE over the novel, and a made-up one of skewed experts without a model (one layer, one KV head). The table has
+//!
+//! * for a router, the share of rows whose ranking differs from R_T's, the plain top-k of the same logits;
+//! * for a policy, the share of (step, layer, KV head) in which the head holds other tokens than under its baseline;
+//! * if the stream has them, the changes against the baseline: nats per token, the hit rate (share of the pages wanted by rows that were
+//!   held) and the residency (share of all tokens of the rows' experts that were held).
 
 use crate::looped::Looped;
 use crate::policies::{self, Row, Setup};

@@ -7,6 +7,10 @@ use pikv::policy::{
 };
 use pikv::{CacheConfig, ReadPages, Rope};
 use std::error::Error;
+use std::num::NonZeroU32;
+
+/// Positions of a chunk, as the paper of ChunkKV has it.
+const CHUNK: NonZeroU32 = NonZeroU32::new(10).unwrap();
 
 /// First layers, which FastV and Quest leave unchanged.
 const DENSE: usize = 2;
@@ -81,7 +85,7 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
     let pyramid = PyramidKv::new(budget).capacity(budget).window(fixed);
     let budgets = pyramid.budgets_of(layers as u32, window)?;
     row("C_Py", all(Eviction::new(SnapKv::default(), Budget::Layers(budgets.into()))));
-    row("C_Ch", all(Eviction::new(Chunks::new(SnapKv::default(), 10), tokens.clone())));
+    row("C_Ch", all(Eviction::new(Chunks::new(SnapKv::default(), CHUNK), tokens.clone())));
     if layers > DENSE {
         // The other layers make up for the first two, which hold more.
         let share = (u64::from(budget) * layers as u64).saturating_sub(DENSE as u64 * u64::from(window));

@@ -6,6 +6,10 @@ use pikv::policy::{Budget, Chunks, Eviction, SnapKv};
 use pikv_engine::common::cache::Keys;
 use pikv_engine::measure::subject::Subject;
 use std::error::Error;
+use std::num::NonZeroU32;
+
+/// Positions of a chunk, as the paper of ChunkKV has it.
+pub const CHUNK: NonZeroU32 = NonZeroU32::new(10).unwrap();
 
 /// Rings, in tokens. Every row is measured with each.
 const RINGS: [usize; 2] = [128, 32];
@@ -40,7 +44,7 @@ pub fn rows(subject: &Subject) -> Result<Vec<Row>, Box<dyn Error>> {
     }
     for code in [Code::Int8, Code::Int5, Code::Int4, Code::Int3] {
         let half = Budget::Tokens(subject.window() as u32 / 2);
-        let how = Eviction::new(Chunks::new(SnapKv::default(), 10), half).by_page();
+        let how = Eviction::new(Chunks::new(SnapKv::default(), CHUNK), half).by_page();
         let drops = (0..subject.layers).map(|layer| (layer, how.clone())).collect();
         let name = format!("{}, half of the tokens by ChunkKV", code.name());
         all.push(Row { budget: "1/2".into(), drops, ..row(name, plain(code, code)) });

@@ -1,6 +1,7 @@
 //! The rows of the table: all forms of packing in the store.
 
 use crate::capture::Capture;
+use crate::codes::CHUNK;
 use crate::trained;
 use indicatif::ProgressBar;
 use pikv::codec::{
@@ -284,7 +285,7 @@ pub fn rows(
         SnapKv::default(),
         Budget::Layers(pyramid.budgets_of(subject.layers as u32, 2 * half)?.into()),
     );
-    let chunks = Eviction::new(Chunks::new(SnapKv::default(), 10), Budget::Tokens(half));
+    let chunks = Eviction::new(Chunks::new(SnapKv::default(), CHUNK), Budget::Tokens(half));
     let fast = |policy| Eviction::new(policy, Budget::Share(0.5));
     let from = |first: usize, how: Eviction| -> Vec<(usize, Eviction)> {
         (first..subject.layers).map(|layer| (layer, how.clone())).collect()

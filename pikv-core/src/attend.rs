@@ -236,9 +236,9 @@ impl<W: Warp, const R: usize> Tops<W, R> {
 
 /// Attends `R` query rows over the pages of a block and writes their partial results to rows `row..row + R` of `out`.
 ///
-/// Overflow is not checked here but at the end of the reduction, where scores of 2^24 and more, of either sign, count as
-/// overflow ([`crate::rows::sound`]): a row whose scores are all -inf gets `m` = +inf, one with a NaN an `l` that is NaN and
-/// the `m` of its other scores.
+/// Overflow is checked at the end of the reduction, not here: there, scores of 2^24 and more, of either sign, count as overflow
+/// ([`crate::rows::sound`]). For that check a row whose scores are all -inf gets `m` = +inf, and a row with a NaN gets an `l` that
+/// is NaN and the `m` of its other scores.
 ///
 /// With `raw`, `p` of each row, page and lane is written to `raw[row][page][lane]` (0 for tokens not seen), for the attention
 /// mass.

@@ -1,8 +1,8 @@
 //! Routing on a CUDA device: the device's copy of each layer's router state, and the choices of a step on their way to the host.
 //!
 //! The host's router has the authoritative state: it learns from the choices once they are on the host, by the same functions of the core.
-//! Before each use the host compares its state with the state that the copy should have, and writes the copy anew if they differ, such as
-//! after a restore, a rollback or a step routed by the host.
+//! Before each use the host compares its state with the state that the copy should have. They differ after a restore, a rollback or a step
+//! routed by the host; the copy is then written anew.
 
 use crate::base::device_slice::{DeviceExperts, DeviceRoutes, DeviceSlice};
 use crate::base::error::Error;
@@ -341,8 +341,8 @@ impl OnDevice {
         self.device.downs.bring(&self.device.stream, &places)
     }
 
-    /// Launches the update of the device's state that the host's router has just made (`plan` has the host's averages), from the choices
-    /// on the device and the pages of each expert that the step wanted and missed.
+    /// Launches the update of the device's state after a step that the host's router has just learnt from: by the choices on the device, and
+    /// by the pages of each expert that the step `wanted` and `missed`. `plan` has the host's averages.
     ///
     /// # Errors
     /// A failed device; the state is then written anew before its next use.

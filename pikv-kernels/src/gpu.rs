@@ -116,7 +116,8 @@ pub struct Shelved<const R: usize> {
     seen: [[u32; R]; BLOCK],
 }
 
-/// A warp's shelf, in shared memory: registers have no index, and memory of a lane's own would be a stack.
+/// A warp's shelf, in shared memory. A shelf is indexed at run time, which registers cannot be; an array of a lane's own would be a
+/// stack in local memory.
 pub struct Shared<const R: usize>(*mut Shelved<R>);
 
 impl<const R: usize> Shared<R> {
@@ -207,7 +208,7 @@ impl Warp for Lane {
     #[inline(always)]
     fn load_rows<const N: usize>(self, words: &[u32], stride: usize, width: usize) -> [u32; N] {
         assert!((N - 1) * stride + width <= words.len());
-        // Distances of rows that were kept from one call to the next would take two registers each.
+        // Computed anew: the compiler would else keep the offsets of all rows from one call to the next, in two registers each.
         let stride = afresh(stride as u32) as usize;
         let mut out = [0; N];
         if (self.0 as usize) < width {

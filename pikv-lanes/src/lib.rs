@@ -39,6 +39,7 @@ use pikv_core::{
 /// assert_eq!(Lanes::by_name(best.name()).unwrap(), best);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Lanes {
     /// Plain arrays; on any machine.
     Portable,

@@ -1,7 +1,7 @@
 //! Ranks in processes, started by `mpiexec`: the bits of one process, and the behaviour of the others when one is killed or stopped.
 //!
 //! Each test starts this binary again under `mpiexec`, where the ignored test `rank` is every rank. The launcher starts each rank from a
-//! shell that outlives it, so that it does not kill the others when one dies, and UCX, which Debian's MPICH uses, may use only transports
+//! shell that outlives it, so that it does not kill the other ranks when one dies. UCX, which Debian's MPICH uses, is limited to transports
 //! that do not abort them. `PIKV_LIBCUDA` names the stand-in for the CUDA driver, which has a device for each rank
 //! (`target/debug/deps/libpikv_standin.so` of the workspace).
 

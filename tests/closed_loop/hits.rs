@@ -15,7 +15,7 @@ fn evicting() -> CacheConfig {
     config(2).evict(Eviction::new(StreamingLlm, Budget::Tokens(80)).batch(1))
 }
 
-/// A router or a sink that looks at hits has them counted; without either nothing is kept.
+/// Hits are counted if a router or a sink reads them; otherwise nothing is kept for them.
 #[test]
 fn routers_and_sinks_ask() {
     for (router, sink, asks) in
@@ -54,7 +54,7 @@ fn counted(router: impl Fn() -> Box<dyn Router>, config: CacheConfig) -> (f64, f
     (wanted, hits)
 }
 
-/// An arm that fetches half of the experts wants as many pages, and finds fewer: its reward is less.
+/// An arm that fetches half of the experts wants as many pages and finds fewer of them, so its reward is smaller.
 #[test]
 fn fetching_less_lowers_the_hits_and_not_what_is_wanted() {
     let arm = |fetch| {
@@ -89,7 +89,7 @@ fn the_bandit_learns_to_fetch_what_is_wanted() {
     assert!(all >= 150, "all experts were fetched {all} of 200 times");
 }
 
-/// R_P ranks experts with wanted but evicted pages lower, and does not where as many tokens are held but none is missed.
+/// R_P ranks experts lower whose wanted pages were evicted. With as many tokens held and no page missed, it does not.
 #[test]
 fn misses_of_wanted_pages_steer_r_p() {
     let penalties = |config: CacheConfig| {
@@ -107,7 +107,7 @@ fn misses_of_wanted_pages_steer_r_p() {
     assert!(penalties(evicting()) > 0.5);
 }
 
-/// Where its gate is undecided, R_E makes rows read the pages of more experts, and those pages are wanted.
+/// Where its gate is undecided, R_E makes rows read the pages of more experts, and those pages are among the wanted.
 #[test]
 fn an_undecided_gate_reads_more_experts() {
     for more in [0, 2] {

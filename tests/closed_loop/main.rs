@@ -234,7 +234,7 @@ fn experts_whose_tokens_are_gone_are_avoided() {
     assert!(chosen.iter().all(|e| *e < 2));
 }
 
-/// Every router files its own way; read as a whole, the tokens are the same: dense attention, and the same bits on any number of
+/// Every router files tokens in other runs. Read as a whole they give the same: dense attention, with the same bits on any number of
 /// shards.
 #[test]
 fn exact_with_every_router_on_any_shards() {

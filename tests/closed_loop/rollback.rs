@@ -77,7 +77,7 @@ fn rejected_drafts_were_never_routed() {
     assert!(wanted > 0.0);
 }
 
-/// Of a step of several drafts some of which stay, what routers learn of misses is what a step of those alone would have met.
+/// Some drafts of a step stay. Routers learn the misses that a step of those tokens alone would have had.
 #[test]
 fn of_drafts_that_stay_in_part_hits_count_row_by_row() {
     let ((cache, mut pikv), (other, mut twin)) = (looped(3), looped(3));
@@ -108,7 +108,7 @@ fn of_drafts_that_stay_in_part_hits_count_row_by_row() {
     assert!(states(pikv.routers())[0].miss.iter().any(|miss| *miss > 0.0));
 }
 
-/// Where some drafts of a step are taken, the loads are those of the tokens that stayed.
+/// Where some drafts of a step stay, the loads are those of the tokens that stayed.
 #[test]
 fn a_step_that_is_taken_back_in_part_counts_what_stayed() {
     let ((cache, mut pikv), (other, mut twin)) = (looped(2), looped(2));
@@ -130,8 +130,8 @@ fn a_step_that_is_taken_back_in_part_counts_what_stayed() {
     }
 }
 
-/// Of a step of two sequences, what one of them takes back is forgotten and what the other brought stays; a fork that has the tokens
-/// still keeps them learnt.
+/// Two sequences share a step. If one rolls back, its tokens are unlearnt and those of the other stay learnt; a fork that still has
+/// the tokens keeps them learnt.
 #[test]
 fn of_a_batch_only_what_was_taken_back_is_forgotten() {
     // A fork has the drafts still.
@@ -163,7 +163,7 @@ fn of_a_batch_only_what_was_taken_back_is_forgotten() {
     }
 }
 
-/// What is kept for a rollback is bounded: by the steps that a rollback reaches, and by a number where a sequence stands still.
+/// The steps kept for rollbacks are bounded: by those that a rollback reaches, and by a number where a sequence stands still.
 #[test]
 fn what_is_kept_of_steps_does_not_grow() {
     let (cache, mut pikv) = looped(3);

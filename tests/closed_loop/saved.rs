@@ -194,7 +194,7 @@ fn what_cannot_be_saved_or_restored_is_named() {
     assert!(saved(&mut pikv, &sequence) == bytes);
 }
 
-/// Numbers of routers that somebody wrote on purpose, with a sum that is right: refused, or a loop that goes on.
+/// Files with invalid numbers of routers and a matching checksum are refused, or the loop continues.
 #[test]
 fn hostile_numbers_are_refused_or_go_on() {
     let mut rng = Rng(11);
@@ -249,7 +249,7 @@ fn hostile_numbers_are_refused_or_go_on() {
     assert!(refused > 100 && taken > 20, "{refused} {taken}");
 }
 
-/// The committed file of the version that has routers is restored, and is what is written.
+/// The committed file of the version that has routers is restored, and saving the same loop writes the same bytes.
 #[test]
 fn the_file_of_the_third_version() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("save/version_3.safetensors");

@@ -81,7 +81,7 @@ proptest! {
         prop_assert_eq!(read(&write(experts, &rows).unwrap()).unwrap(), rows);
     }
 
-    /// Whatever a file holds, it is read or refused.
+    /// Any bytes are read or refused, without a panic.
     #[test]
     fn noise_is_refused(text in "(token,experts of [0-9]{1,6},wanted\n)?([0-9, \n]|\\PC){0,60}") {
         let _ = read(&text);

@@ -244,8 +244,8 @@ const INTEGERS: [(Code, f32); 6] = [
     (Code::Int2, 3.0),
 ];
 
-/// The cost of rounding a query to 16 bits is below the stated bound, `top / 65278 sum_c max |q scale|`, and near it in the worst case:
-/// every channel half a step off, in one direction, under the largest code.
+/// The error of rounding a query to 16 bits is below the stated bound, `top / 65278 sum_c max |q scale|`. It is near the bound in the
+/// worst case: every channel half a step off, in one direction, under the largest code.
 #[test]
 fn the_bound_of_integer_scores_is_honest() {
     for (code, top) in INTEGERS {
@@ -324,8 +324,8 @@ impl Kernel for Weighed<'_> {
     }
 }
 
-/// The same of the weights: below `32 top / 65278 max p max scale` for a page, and near it where 31 weights are half a step
-/// above an integer, under the largest code. Weights that are far below those of other pages lose no more than others.
+/// The error of rounding weights is below `32 top / 65278 max p max scale` for a page. It is near that bound where 31 weights are half
+/// a step above an integer, under the largest code. Weights far below those of other pages lose no more than others.
 #[test]
 fn the_bound_of_integer_weights_is_honest() {
     for (code, top) in INTEGERS {

@@ -234,7 +234,7 @@ fn batches_of_sequences() {
     }
 }
 
-/// Rows that are asked outside a step, back to the oldest that can be, have the bits that they had in it.
+/// Rows that are attended outside a step, back to the oldest that can be, have the bits that they had in the step.
 #[test]
 fn older_rows_asked_again() {
     for setup in setups() {

@@ -111,7 +111,7 @@ fn out_of_budget_before_anything_is_packed() {
     }
 }
 
-/// A page is held in one form: means, coefficients, or, once it is old, as the second codec left it. Forks share that.
+/// A page is stored in one form: means, coefficients, or, once it is old, the form of the second codec. Forks share it.
 #[test]
 fn factors_and_old_pages_are_all_that_is_held() {
     let full = 2 * 32 * 128 * 2 + 128;
@@ -148,7 +148,7 @@ fn factors_and_old_pages_are_all_that_is_held() {
     }
 }
 
-/// Codes of few bits: as many bits as they say, their scales, and 64 bytes of positions.
+/// Codes of few bits take the bits that they name, their scales, and 64 bytes of positions.
 #[test]
 fn bytes_of_few_bits() {
     let bits = [(Code::Int2, 2), (Code::Int3, 3), (Code::Int4, 4), (Code::Int5, 5), (Code::Int6, 6)];

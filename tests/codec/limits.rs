@@ -63,7 +63,7 @@ fn an_outlier_of_one_channel_fits_a_transform() {
     }
 }
 
-/// A token has to fit the code that its page is packed by when it is older, too.
+/// A token must fit the second codec, which packs its page later, as well as the first.
 #[test]
 fn what_ages_fits_both_codes() {
     let layer = LayerShape::new(1, 1, 8, Dtype::F32);
@@ -87,7 +87,7 @@ fn what_ages_fits_both_codes() {
     }
 }
 
-/// Block PCA knows the width of its rows.
+/// The limits of block PCA depend on the width of the rows.
 #[test]
 fn block_pca_takes_what_its_width_allows() {
     for dim in [8, 32, 64, 256] {
@@ -114,7 +114,7 @@ fn published_patterns_are_read() {
     assert!(duo.gates.iter().flatten().all(|gate| gate.is_sign_positive()));
     for bad in ["0.5\tnan", "0.5\tinf", "-inf\t0.5", "0.5\t1e39", "0.5\tx"] {
         let refused = Duo::parse(&["1\t1\n", bad].concat(), 384).unwrap_err();
-        assert!(refused.starts_with("line 2: "), "{refused}");
+        assert!(refused.to_string().starts_with("line 2: "), "{refused}");
     }
 }
 

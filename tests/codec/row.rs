@@ -1,12 +1,16 @@
 //! Attention over a [`Model`], in f64.
 //!
-//! *Error bounds of attention.* Integer keys: the query times the scales is rounded to 16 bits, so a logit moves by at most half a step of
-//! `max_c |q_c scale_c| / 32639` for each channel, times the largest code. Integer values: the weight times the scale of each token is
-//! rounded likewise, so an output moves by half a step of `max_t p_t max_t scale_t / 32639` for each token of each page, times the largest
-//! code. The rest is f32: chains of fused multiply-adds, each rounding 2^-24 of a partial sum that is below `sum_c |q_c| |k_c|` (for packed
-//! keys with |minimum| + scale * top in place of |k_c|). 8 of these roundings are allowed, since they do not add up in one direction, and
-//! twice as many for keys rotated on read. If no logit is off by more than d, the log-sum-exp is off by at most d, and an output by
-//! `(e^2d - 1)` of the largest value.
+//! *Error bounds of attention:*
+//!
+//! * Integer keys: the query times the scales is rounded to 16 bits. For each channel a logit moves by at most half a step of
+//!   `max_c |q_c scale_c| / 32639`, times the largest code.
+//! * Integer values: the weight times the scale of each token is rounded likewise. For each token of each page an output moves by at most
+//!   half a step of `max_t p_t max_t scale_t / 32639`, times the largest code.
+//! * The rest is f32: chains of fused multiply-adds. Each rounds by 2^-24 of a partial sum that is below `sum_c |q_c| |k_c|` (for packed
+//!   keys with |minimum| + scale * top in place of |k_c|). 8 of these roundings are allowed, since they do not add up in one direction, and
+//!   twice as many for keys rotated on read.
+//!
+//! If no logit is off by more than d, the log-sum-exp is off by at most d, and an output by `(e^2d - 1)` of the largest value.
 
 use crate::model::{Decoded, Model};
 use crate::oracle::{integer, top};

@@ -8,7 +8,7 @@ use pikv::{Backend, CacheConfig, Dtype, Error};
 use std::ptr;
 
 fn setup(device: u32) -> CacheConfig {
-    // Other shapes on each, so that nothing that is mixed up fits.
+    // Each device has other shapes, so that using a tensor or page of another device fails.
     let layers = vec![shape(1 + device % 2, 2, 8 + 4 * device, 12, Dtype::Bf16, Dtype::F16); 2];
     config(layers, 16, 4).experts(2, 1)
 }

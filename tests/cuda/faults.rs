@@ -153,7 +153,7 @@ fn faults_while_pages_are_packed() {
     assert!(n > 40, "{n} launches");
 }
 
-/// Pages that could not be compacted stay: the tokens are those of the CPU, in whatever pages.
+/// Pages that could not be compacted stay as they are. The tokens held are those of the CPU, whatever page they are in.
 #[test]
 fn faults_while_pages_are_put_together() {
     let standin = Standin::new();

@@ -10,6 +10,7 @@ use pikv::policy::{
 };
 use pikv::shape::Pairs;
 use pikv::{CacheConfig, Dtype, LayerShape, Rope};
+use std::num::NonZeroU32;
 
 /// Every policy, at a budget.
 fn rules(budget: &Budget) -> Vec<(&'static str, Eviction)> {
@@ -27,7 +28,7 @@ fn rules(budget: &Budget) -> Vec<(&'static str, Eviction)> {
         ("AdaKV-lit", of(|b| Eviction::new(AdaKvLit::default(), b))),
         ("AdaKV", of(|b| Eviction::new(SnapKv::default(), b).adaptive(0.2))),
         ("Duo-lit", of(|b| Eviction::new(DuoLit, b))),
-        ("ChunkKV", of(|b| Eviction::new(Chunks::new(H2o, 5), b))),
+        ("ChunkKV", of(|b| Eviction::new(Chunks::new(H2o, NonZeroU32::new(5).unwrap()), b))),
         ("FastV", of(|b| Eviction::new(FastVReceived, b))),
         ("by page", of(|b| Eviction::new(H2o, b).by_page())),
     ]

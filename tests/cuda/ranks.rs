@@ -201,7 +201,8 @@ fn what_rows_choose_to_read() {
     }
 }
 
-/// Merged on a device as on the CPU: [`fabric::Options::fast`] has bits of its own, which do not depend on who merges.
+/// Partial results merged on a device have the bits of those merged on the CPU. [`fabric::Options::fast`] has other bits, which do not
+/// depend on who merges.
 #[test]
 fn merged_on_the_devices() {
     let int8 = Codec::new(code(Code::Int8), code(Code::Int8));
@@ -304,8 +305,8 @@ fn faulty() -> (CacheConfig, Vec<Op>) {
     (config.compress_layer(1, int8).shards(ShardMap::sum(2).unwrap()), ops)
 }
 
-/// One fault at a time, the `n`th time that it can happen on the second device: it must show, and the call must succeed when it is
-/// made again.
+/// One fault at a time, the `n`th time that it can happen on the second device: the call returns an error, and succeeds when it is
+/// repeated.
 #[test]
 fn a_device_that_refuses_once() {
     let (config, ops) = faulty();
@@ -413,7 +414,7 @@ fn what_does_not_go_together() {
     assert!(error.contains("a front on a device") && error.contains("InProcess::on"), "{error}");
 }
 
-/// Whoever lost it: a rank finds out when it is asked for something, not before.
+/// A rank that lost its device is found when it is next asked for something, not before.
 #[test]
 fn a_device_that_was_lost_before() {
     let standin = Standin::with_devices(1);

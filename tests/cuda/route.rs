@@ -263,7 +263,7 @@ fn steps_of_a_known_size_wait_for_nothing_before_the_commit() {
     }
 }
 
-/// Found by the commit or by a check, with the error of the host's form; the step is as if it had not been.
+/// Logits that are not finite are found by the commit or by a check, with the error of the host's form; the step changes nothing.
 #[test]
 fn logits_that_are_not_finite() {
     let standin = Standin::new();
@@ -364,7 +364,7 @@ fn what_is_refused_leaves_the_layer_to_be_routed() {
     step.route(0, &[0.0; 4]).unwrap();
 }
 
-/// Launches and memory that the device refuses: the same step again is as if nothing had been.
+/// The device refuses launches or memory: the same step, repeated, has the results of a step without the fault.
 #[test]
 fn a_device_that_refuses_once() {
     let standin = Standin::new();

@@ -469,7 +469,7 @@ fn a_step_that_is_checked_twice_is_checked_anew() {
     assert!(matches!(step.check(), Err(Error::Query { layer: 1, row: 0, head: 0, channel: 3, .. })));
 }
 
-/// Two sequences step over device tensors, and one leaves: the other has the results of a step alone on the host.
+/// Two sequences step over device tensors, and one is left out: the other has the results of a step alone on the host.
 #[test]
 fn a_sequence_leaves_a_step_of_tensors_of_the_device() {
     let standin = Standin::new();
@@ -529,7 +529,7 @@ fn a_sequence_leaves_a_step_of_tensors_of_the_device() {
     }
 }
 
-/// A fault of its own keeps a sequence in the step, as it may hide those of others.
+/// A sequence whose tensors have a fault is not left out: the call returns the fault, which may hide those of other sequences.
 #[test]
 fn a_fault_on_the_device_is_told_before_anybody_leaves() {
     let standin = Standin::new();

@@ -121,7 +121,7 @@ fn pages_of_memory_come_up_while_the_layer_before_is_attended() {
     assert_eq!(standin.get(Get::Allocated), allocated);
 }
 
-/// Pages of later layers come up in memory that an earlier layer has read: not before it has.
+/// Pages of later layers are uploaded to memory that an earlier layer used, but only after that layer has read it.
 #[test]
 fn memory_that_pages_come_up_in_is_read_before_it_is_reused() {
     let standin = Standin::new();

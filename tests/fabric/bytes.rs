@@ -62,9 +62,9 @@ fn fullest(bytes: &[u64]) -> f64 {
     *bytes.iter().max().unwrap() as f64 * bytes.len() as f64 / sum as f64
 }
 
-/// 131,072 tokens of a layer: no rank has 3.5 % more than its eighth (under the paper's map 4.5 %), the pages of the front counted to
-/// rank 0: it has one of each expert and head that fills up. The first 2,048 tokens lie in 8 runs that experts share, which are longer
-/// than the other 8 by 8 pages.
+/// 131,072 tokens of a layer over 8 ranks. No rank has more than 3.5 % above an eighth (4.5 % under the paper's map), if the pages of
+/// the front count to rank 0: one open page of each expert and head. The first 2,048 tokens lie in 8 runs that experts share, which
+/// are longer than the other 8 by 8 pages.
 #[test]
 fn an_eighth_of_all_on_each_of_eight_ranks() {
     let (even, paper) = (ShardMap::sum(8).unwrap(), ShardMap::xor(8, 16, 8).unwrap());
@@ -86,7 +86,8 @@ fn an_eighth_of_all_on_each_of_eight_ranks() {
     }
 }
 
-/// One expert takes 60 %: whole experts on one rank each are uneven, by the paper's own map they are not, and by EPLB they are moved.
+/// One expert gets 60 % of the tokens. With whole experts on one rank each the ranks are uneven. EPLB moves pages until they are even,
+/// and changes no bit of a result.
 #[test]
 fn eplb_moves_a_skewed_stream() {
     let cache = over(config(16, ShardMap::xor(1, 16, 8).unwrap()), SHARDS, 1 << 30, Options::default());
@@ -166,7 +167,7 @@ fn a_step_sends_what_the_schedule_says() {
     }
 }
 
-/// Merged on the ranks, an output is within the bound of [`Options::fast`].
+/// Merged on the ranks, an output differs by no more than the bound of [`Options::fast`].
 #[test]
 fn fast_is_within_its_bound() {
     for ranks in [1, 3, 8] {

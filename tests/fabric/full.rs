@@ -58,7 +58,7 @@ fn bytes(cache: &Cache) -> u64 {
     cache.ranks().unwrap().iter().map(|rank| rank.bytes).sum()
 }
 
-/// Whatever was committed is read, with the bits of one process, at every budget of the ranks.
+/// With any budget of the ranks, committed tokens are read with the bits of one process.
 #[test]
 fn what_is_committed_can_be_read() {
     let (rounds, mut refused) = (scaled(24, 600), 0);

@@ -171,7 +171,7 @@ fn calls_in_nested_pools_end() {
     }
 }
 
-/// One thread outside the pool, whose own work runs in it, beside threads of the pool.
+/// One thread outside the pool, whose own work runs in it, while threads of the pool step.
 #[test]
 fn calls_from_outside_a_pool_end_beside_those_inside() {
     let want = Arc::new(expected(false));
@@ -198,7 +198,7 @@ fn calls_from_outside_a_pool_end_beside_those_inside() {
     }
 }
 
-/// Steps that write, and free pages on ranks, beside calls that read.
+/// Steps that write, and free pages on ranks, while other threads read.
 #[test]
 fn steps_in_parallel_end_beside_calls() {
     for (name, cache) in over_fabrics() {

@@ -59,7 +59,7 @@ fn a_collector_adds_up() {
     assert_eq!(fresh.hit_rate(0), None);
 }
 
-/// Experts that it was not made for do not make it grow.
+/// Experts beyond the number that a collector was made for take no memory.
 #[test]
 fn a_collector_is_bounded() {
     let sink = Collector::new(1);
@@ -98,7 +98,7 @@ fn defaults_do_nothing() {
 }
 
 proptest! {
-    /// Against the sorted values.
+    /// Histograms, also merged ones, against the sorted values.
     #[test]
     fn histograms(values in prop::collection::vec((any::<u64>(), 0u32..64).prop_map(|(x, s)| x >> s), 0..60), cut in 0usize..60) {
         let of = |values: &[u64]| {

@@ -41,7 +41,7 @@ fn bytes_of_the_map_are_those_of_the_cache() {
             assert_eq!((map.heads.len(), map.heads[1].len(), map.len), (2, 2, sequence.next_position().0));
         }
         let map = sequence.map();
-        assert!(map.of(form).0 > 0 && map.of(Form::Open).0 > 0, "{map:?}");
+        assert!(map.count(form).0 > 0 && map.count(Form::Open).0 > 0, "{map:?}");
         sequence.rollback(5).unwrap();
         assert_eq!(sequence.map().bytes(), cache.usage().taken);
     }
@@ -53,7 +53,7 @@ fn pages_of_a_lower_tier_are_told_apart_and_drawn() {
     feed(&cache, &mut sequence, 500);
     let freed = sequence.demote(20 << 10).unwrap();
     let map = sequence.map();
-    let (pages, bytes) = map.of(Form::LowerTier);
+    let (pages, bytes) = map.count(Form::LowerTier);
     assert!(pages > 0 && bytes >= freed, "{pages} pages, {bytes} bytes");
     assert_eq!(map.bytes(), cache.usage().taken);
     assert_eq!(bytes, cache.usage().tiers[0].bytes);

@@ -7,13 +7,14 @@ use pikv::shard::ShardMap;
 
 const RING: u32 = 256;
 
-/// Bytes of the fullest over those of the mean.
+/// The largest of `bytes`, divided by their mean.
 fn of_mean(bytes: impl Iterator<Item = u64> + Clone) -> f64 {
     let (most, sum, n) = (bytes.clone().max().unwrap(), bytes.clone().sum::<u64>(), bytes.count());
     most as f64 * n as f64 / sum as f64
 }
 
-/// For a cache whose shards hold all pages, and for a fabric whose ranks hold the full ones; `None` without full pages.
+/// Bytes of the fullest shard divided by the mean: of a cache, whose shards hold all pages, and of a fabric, whose ranks hold the full
+/// pages; `None` for a fabric without full pages.
 fn fullest(model: &Geometry, len: u32, map: ShardMap) -> (f64, Option<f64>) {
     let config = model.config(Dtype::Bf16, Dtype::Bf16, 1 << 40).ring(RING).sinks(4).shards(map);
     let filed = len - RING - 4;

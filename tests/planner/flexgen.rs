@@ -167,7 +167,7 @@ fn two_links_share_the_rest() {
     assert_eq!(machine.place(&pool).unwrap().pages, [[10_000, 20_000, 10_000]]);
 }
 
-/// Pages that are always read keep the first tier from those that seldom are.
+/// Pages that are always read take the first tier before pages that are seldom read.
 #[test]
 fn what_is_read_most_stays_up() {
     let machine = Machine::new(1000, vec![tier("host", 1 << 20, 1e3, 1e3, false)]);

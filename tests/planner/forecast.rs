@@ -47,7 +47,7 @@ fn the_papers_worked_example() {
     assert_eq!(QWEN1_5_MOE_A2_7B.layers(24).raw_bytes(131_072, 16), 24 << 30);
 }
 
-/// Stored once, a device holds an eighth: 16,384 of 131,072 rows.
+/// If rows are stored once, a device of 8 holds an eighth: 16,384 of 131,072 rows.
 #[test]
 fn rows_on_a_device() {
     let layout = Layout::new(128, Dtype::F16);
@@ -73,7 +73,7 @@ fn the_papers_latency() {
     assert!((paper::t_step(&latency) / expected - 1.0).abs() < 1e-12);
 }
 
-/// Against the store: the share of the filed tokens that rows of uniform experts read.
+/// The forecast share of the filed tokens that rows of uniform experts read, against a cache.
 #[test]
 fn a_row_reads_the_pages_of_its_experts() {
     let layer = LayerShape::new(1, 1, 1, Dtype::F32);
@@ -181,6 +181,7 @@ fn work(cache: &Cache, sequence: &Sequence) -> Work {
                     Place::Sinks => 0,
                     Place::Run(_) => seen,
                     Place::Ring => seen.max(len.saturating_sub(config.ring)),
+                    other => panic!("{other}"),
                 };
                 if page.last.0 < from {
                     continue;
@@ -259,7 +260,7 @@ fn configs() -> impl Strategy<Value = CacheConfig> {
 proptest! {
     #![proptest_config(pikv_test::cases(48, 48))]
 
-    /// Exact to the byte and the shard, at every length, for any configuration.
+    /// The forecast is exact to the byte and the shard, at every length, for any configuration.
     #[test]
     fn bytes_are_the_allocators(config in configs(), steps in prop::collection::vec(1u32..40, 1..30)) {
         let planner = Planner::new(config.clone()).unwrap();
@@ -272,7 +273,7 @@ proptest! {
         }
     }
 
-    /// The same with the oldest pages evicted, and of several sequences.
+    /// The forecast is exact too with the oldest pages evicted, and for several sequences.
     #[test]
     fn bytes_of_what_stays(config in configs(), len in 1u32..700, share in 0.0f64..1.2) {
         let planner = Planner::new(config.clone()).unwrap();
@@ -387,7 +388,7 @@ fn constants_are_found() {
     assert!(fit.beta.is_infinite() != fit.flops.is_infinite(), "{fit:?}");
 }
 
-/// Noise that a plain solution would answer with constants below 0: no grid of constants beats the fit.
+/// With noise that gives a plain solution constants below 0, no grid of constants beats the fit.
 #[test]
 fn constants_are_the_best_of_those_that_can_be() {
     let mut state = 7u64;
@@ -435,7 +436,7 @@ fn samples_that_say_nothing() {
     assert!(matches!(StepTime::fit(&bad), Err(PlanError::Sample { index: 0, .. })));
 }
 
-/// The work of a calibration is the same every time; its times are the machine's.
+/// A calibration does the same work every time; only its times are the machine's.
 #[test]
 fn a_small_calibration() {
     let probe = || {

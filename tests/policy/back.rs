@@ -293,7 +293,7 @@ fn a_full_pool() {
 
 proptest! {
     #![proptest_config(pikv_test::cases(24, 24))]
-    /// A policy's observations do not depend, to the bit, on how rows that can be rolled back are cut into steps.
+    /// A policy's observations have the same bits however rows that can be rolled back are cut into steps.
     #[test]
     fn policies_hear_the_same_in_steps_and_at_once(
         cuts in prop::collection::vec(1u32..5, 4..12),
@@ -325,7 +325,7 @@ proptest! {
     }
 }
 
-/// Consecutive rollbacks reach no further than one: a policy keeps no older versions of its state.
+/// Consecutive rollbacks reach no further than one, because a policy keeps no older versions of its state.
 #[test]
 fn rollbacks_add_up() {
     let config = config(1).ring(28).rollback(12);

@@ -191,8 +191,8 @@ fn attention_turns_by_them() {
     assert!(!seen.contains(&bits(&own)));
 }
 
-/// Positions held when the engine rotates keys, and when the cache does: the same if the policy has the layer's frequencies, and others
-/// with the plain base.
+/// Positions held when the engine rotates keys and when the cache does. They are equal if the policy has the layer's frequencies, and
+/// differ if it has the plain base.
 #[test]
 fn expected_attention_takes_the_layers_frequencies() {
     let rope = rope(10_000.0, DIM as u32);
@@ -297,7 +297,7 @@ fn what_cannot_act_or_is_out_of_range_is_refused() {
     assert_eq!(of(dynamic), value("original", 0.0, "finite and at least 1"));
 }
 
-/// Tables of rotations reach as far as is asked for, and a step up to there takes no more.
+/// Tables of rotations are built up to the reserved position; a step up to there builds no more.
 #[test]
 fn positions_are_reserved() {
     let cache = Cache::new(CacheConfig::new(vec![layer(Some(rope(10_000.0, 8)))], 1 << 22)).unwrap();

@@ -6,6 +6,7 @@ use pikv::codec::{ChunkKv, FastV, PyramidKv};
 use pikv::policy::{Budget, Chunks, Duo, Eviction, H2o, KeyNorm, StreamingLlm, fast_v};
 use pikv::{Attend, AttendOutput, Cache, CacheConfig, Sequence};
 use std::collections::BTreeSet;
+use std::num::NonZeroU32;
 
 fn rows(config: &CacheConfig, from: u32, n: u32) -> Vec<Row> {
     (from..from + n).map(|p| row(config, Kind::Noise, u64::from(p))).collect()
@@ -81,11 +82,12 @@ fn retrieval_heads_keep_everything() {
     let pattern = "1.0\t0.2\n0.5, 0.49\n";
     let duo = Duo::parse(pattern, 20).unwrap();
     assert_eq!(duo.gates, [[1.0, 0.2], [0.5, 0.49]]);
-    for (bad, line) in
-        [("0.1\ninf", "line 2"), ("x 1", "line 1"), ("1\n\n0.5 -inf", "line 3"), ("nan", "line 1")]
+    for (bad, line, text) in
+        [("0.1\ninf", 2, "inf"), ("x 1", 1, "x"), ("1\n\n0.5 -inf", 3, "-inf"), ("nan", 1, "nan")]
     {
         let error = Duo::parse(bad, 20).unwrap_err();
-        assert!(error.starts_with(line), "{error}");
+        assert_eq!((error.line, error.text.as_str()), (line, text));
+        assert!(error.to_string().starts_with(&format!("line {line}: {text:?} ")), "{error}");
     }
     let cache = Cache::new(config(2).evict(duo.eviction().batch(1))).unwrap();
     let mut sequence = cache.sequence();
@@ -152,7 +154,7 @@ fn whole_chunks_go_as_chunk_kv_has_it() {
     let (all, scores) = prompt(&config, 60);
     let keep = ChunkKv::new(5, 30).keep(&scores[..55]).unwrap();
     let want = (0..55).filter(|p| keep[*p as usize]).chain(55..60).collect();
-    let rule = eviction(Box::new(Chunks::new(H2o, 5)), Budget::Tokens(35)).batch(1);
+    let rule = eviction(Box::new(Chunks::new(H2o, NonZeroU32::new(5).unwrap())), Budget::Tokens(35)).batch(1);
     let cache = Cache::new(config.evict(rule)).unwrap();
     let mut sequence = cache.sequence();
     feed(&cache, &mut sequence, &all);

@@ -12,3 +12,4 @@ mod refused;
 mod setup;
 mod sinks;
 mod wanted;
+mod wrapped;

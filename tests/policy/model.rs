@@ -10,6 +10,7 @@ use pikv::report::Place;
 use pikv::{Attend, AttendOutput, Cache, CacheConfig, Sequence};
 use pikv_test::runs;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::num::NonZeroU32;
 use std::ops::Range;
 
 /// A policy by its definition.
@@ -64,7 +65,7 @@ impl Def {
             Def::KeyNorm => Box::new(KeyNorm),
             Def::FastV => Box::new(FastVReceived),
             Def::DuoLit => Box::new(DuoLit),
-            Def::Chunks(size) => Box::new(Chunks::new(H2o, size)),
+            Def::Chunks(size) => Box::new(Chunks::new(H2o, NonZeroU32::new(size).unwrap())),
         }
     }
 

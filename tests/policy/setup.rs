@@ -212,9 +212,26 @@ pub struct Spy {
     pub log: Log,
 }
 
+#[deny(clippy::missing_trait_methods)]
 impl Policy for Spy {
     fn name(&self) -> &str {
         self.of.name()
+    }
+    fn parameters(&self, to: &mut dyn FnMut(&[u8])) {
+        self.of.parameters(to);
+    }
+    fn rotation(&self) -> Option<Rope> {
+        self.of.rotation()
+    }
+    fn sinks(&self) -> u32 {
+        self.of.sinks()
+    }
+    fn reads_tokens(&self) -> bool {
+        self.of.reads_tokens()
+    }
+    /// Never, so that the log has every ranking.
+    fn oldest_first(&self) -> bool {
+        false
     }
     fn feedback(&self) -> Feedback {
         self.of.feedback()

@@ -273,7 +273,7 @@ fn what_is_known_is_bounded() {
     }
 }
 
-/// Without anybody who asks nothing is kept and nothing is counted.
+/// Hits are neither kept nor counted if no policy, router or sink reads them.
 #[test]
 fn nobody_asks_and_nothing_is_computed() {
     let eviction = || Eviction::new(H2o, Budget::Tokens(64)).batch(1);

@@ -300,7 +300,7 @@ fn kept<T>(make: impl FnOnce() -> T) -> (T, i64) {
     (made, HELD.load(Ordering::Relaxed) - before)
 }
 
-/// A fork takes a pointer a layer at any length, its first token what is written then, and frees everything when it is dropped.
+/// A fork takes a pointer a layer at any length. Its first token takes what is then written, and dropping it frees everything.
 #[test]
 fn a_fork_takes_little_until_it_grows() {
     const LAYERS: usize = 8;

@@ -324,7 +324,7 @@ fn assert_text(name: &str, text: &str, needles: &[&str]) {
     }
 }
 
-/// Every row of the tables: variant, text, and the cache's state afterwards.
+/// Every row of the tables of bad calls: the variant of the error, its text, and the cache's state afterwards.
 #[test]
 fn bad_input_is_refused_and_leaves_no_trace() {
     let mut count = 0;
@@ -386,7 +386,7 @@ fn bad_input_is_refused_and_leaves_no_trace() {
     assert!(count >= 120, "{count} cases");
 }
 
-/// A refused call inside a step may be made again, right, in the same step.
+/// After a refused call inside a step, the right call may be made in the same step.
 #[test]
 fn a_step_goes_on_after_a_refusal() {
     let cache = Cache::new(config()).unwrap();
@@ -423,8 +423,8 @@ fn a_step_goes_on_after_a_refusal() {
     }
 }
 
-/// Finite q, k and scale with products that overflow, upwards, downwards or to NaN, and scores that f32 cannot tell apart: an error, and
-/// never an output of NaN, or of zeros as for a row that sees nothing.
+/// Finite q, k and scale whose products overflow upwards, downwards or to NaN, and scores that f32 cannot tell apart. The call returns
+/// an error; no output is NaN, or 0 as for a row that sees nothing.
 #[test]
 fn overflow_of_scores_is_refused() {
     type Product = (&'static str, [f32; 2], [f32; 2], f32, Option<f32>);
@@ -465,7 +465,7 @@ fn overflow_of_scores_is_refused() {
     }
 }
 
-/// A shard map of more shards than a page's handle can name is refused, or right.
+/// A shard map of more shards than a page's handle can name is refused, or every page is on the shard that the map names.
 #[test]
 fn many_shards_are_refused_or_right() {
     let Ok(map) = ShardMap::sum(70_000) else { return };
@@ -484,8 +484,8 @@ fn many_shards_are_refused_or_right() {
     assert!(cache.usage().shards.iter().all(|bytes| *bytes == 0), "shards count pages that are not theirs");
 }
 
-/// An abandoned step copied pages shared with a fork and kept the copies: more memory in use, and pages that are not shared any
-/// more.
+/// An abandoned step copied pages shared with a fork and keeps the copies: more memory is in use, and those pages are no longer
+/// shared.
 #[test]
 fn an_abandoned_step_keeps_shared_pages_shared() {
     let cache = Cache::new(config()).unwrap();

@@ -1,4 +1,4 @@
-//! Sequences with a budget of their own: each has the bits of a sequence in a cache with that budget for all, under every policy, and the
+//! Sequences with a budget of their own, under every policy. Each has the bits of a sequence in a cache that has that budget for all; the
 //! other sequences have the bits of a cache without such a budget.
 
 use super::named::{POLICIES, eviction};
@@ -138,7 +138,7 @@ fn what_could_not_act_is_refused() {
     );
 }
 
-/// A head that keeps all by the configuration, and a share, are held down too.
+/// A sequence's own budget also limits a head that keeps all tokens by the configuration, and one with a share.
 #[test]
 fn the_lesser_of_both_budgets_counts() {
     for budget in [Budget::Heads([vec![Budget::ALL, 40], vec![40, 90]].into()), Budget::Share(0.9)] {

@@ -125,6 +125,10 @@ impl Policy for Fused {
         self.fuse.call();
         self.inner.oldest_first()
     }
+    fn lean(&self, head: &[f32]) -> Option<f32> {
+        self.fuse.call();
+        self.inner.lean(head)
+    }
     fn threshold(&self, head: &[f32]) -> Option<f32> {
         self.fuse.call();
         self.inner.threshold(head)
@@ -341,7 +345,7 @@ fn a_policy_that_changes_its_mind_is_taken_at_its_first_word() {
     }
 }
 
-/// A policy that steps, reads and forks other sequences of its own cache in its callbacks.
+/// In its callbacks a policy steps, reads and forks other sequences of its own cache.
 #[test]
 fn a_policy_that_calls_the_cache_changes_nothing_of_the_call_that_it_is_in() {
     #[derive(Debug, Default)]

@@ -1,7 +1,10 @@
-//! Sequences that are cut at an earlier length, rolled back to checkpoints, or sealed, in random histories. Each cut is compared with a
-//! sequence that only ever had those tokens, each fork with one that was saved and restored and so shares nothing, each checkpoint with a
-//! fork kept since, and each sealed sequence with one that was not sealed. Both get the same later operations, and must stay equal bit
-//! for bit.
+//! Sequences that are cut at an earlier length, rolled back to checkpoints, or sealed, in random histories. Each has a twin that gets the
+//! same later operations, and both must stay equal bit for bit. The twin of
+//!
+//! * a cut has only ever had those tokens;
+//! * a fork was saved and restored, so it shares nothing;
+//! * a checkpoint is a fork made at that time;
+//! * a sealed sequence was not sealed.
 
 use pikv::fabric::{InProcess, Options};
 use pikv::policy::{Budget, Eviction, H2o};
@@ -470,8 +473,8 @@ fn a_sealed_prompt_is_stored_once() {
     }
 }
 
-/// Prefixes of any length of one sequence, each the start of others, share its pages without a copy where a page of the ring can be one of
-/// the run.
+/// Prefixes of any length of one sequence, each the start of the next, share its pages. No page is copied where a page of the ring can
+/// be one of the run.
 #[test]
 fn cuts_of_one_sequence_take_no_page() {
     let cache = Cache::new(config()).unwrap();
@@ -505,7 +508,7 @@ fn over_a_fabric_a_rollback_and_a_checkpoint_are_what_a_fork_goes_back_to() {
     assert!(matches!(sequence.seal(), Err(Error::OverFabric { .. })));
 }
 
-/// A checkpoint of the same length takes the place of the one that was there, so that a loop over it takes no memory.
+/// A checkpoint replaces one at the same length, so repeated checkpoints take no more memory.
 #[test]
 fn checkpoints_of_one_length_are_one() {
     let cache = Cache::new(config()).unwrap();
@@ -521,8 +524,8 @@ fn checkpoints_of_one_length_are_one() {
     assert_eq!(cache.usage().taken, 0);
 }
 
-/// Runs of more pages than forks share in one list: evictions by a policy from old pages, and their restoration by a rollback, are
-/// written to copies. Sequence and fork both continue, each beside one that was saved and restored.
+/// Runs with more pages than forks share in one list. A policy evicts from old pages, and a rollback restores them; both write to
+/// copies. Sequence and fork continue, each compared with one that was saved and restored.
 #[test]
 fn what_a_policy_does_to_long_runs_in_common_shows_in_no_fork() {
     let layer = LayerShape::new(1, 1, 8, Dtype::Bf16);

@@ -612,7 +612,8 @@ fn both_forks_take_back_a_part() {
     assert_eq!(states(&mut pikv), states(&mut twin));
 }
 
-/// A sequence rolls its drafts back while a fork has them; they stay learnt when the fork is dropped, as for every dropped sequence.
+/// A sequence rolls its drafts back while a fork has them. When the fork is dropped they stay learnt, as those of every dropped
+/// sequence do.
 #[test]
 fn what_a_fork_had_when_it_ended_stays_learnt() {
     let (cache, mut pikv) = looped(&balanced);
@@ -724,8 +725,8 @@ impl Router for Hostile {
     }
 }
 
-/// The second layer's router fails while it learns again; the first layer's has forgotten, the sequences can be used, and once the
-/// drafts are over nothing is left of it there.
+/// The second layer's router fails while it learns again after a rollback. The first layer's router has the state of a loop without the
+/// failure, at once and after later steps, and the sequence can be used.
 #[test]
 fn hostile_routers() {
     let mut failed = Vec::new();
@@ -833,8 +834,8 @@ fn far_bytes(cache: &Cache) -> u64 {
     cache.ranks().unwrap().iter().map(|rank| rank.bytes).sum()
 }
 
-/// Over ranks with room for everything: bits of one process, with drafts, forks, dropped steps and policies; how often a read took
-/// memory of a rank.
+/// Over ranks with room for everything, results have the bits of one process, with drafts, forks, dropped steps and policies. Without
+/// a policy no read takes memory of a rank.
 #[test]
 fn ranks() {
     let mut failed = Vec::new();
@@ -899,7 +900,7 @@ fn ranks() {
     assert!(failed.is_empty(), "{failed:#?}");
 }
 
-/// Ranks that turn keys by other frequencies are refused.
+/// Ranks that rotate keys by other frequencies are refused.
 #[test]
 fn ranks_of_other_frequencies() {
     let rope = Some(Rope::new(10_000.0, 4));
@@ -921,8 +922,8 @@ fn ranks_of_other_frequencies() {
     }
 }
 
-/// Quest by bounds: a page's mass is not below that of a page that was read in its place by more than the bound allows: the page of
-/// the one large key is always among those read.
+/// Quest takes the factor of scaled frequencies into account: of two pages, one with a large rotated channel and one with a large channel
+/// that is not rotated, it reads the one with the higher score under each factor.
 #[test]
 fn quest_with_a_factor() {
     let rope = Some(Rope::new(10_000.0, 4));
@@ -1042,7 +1043,7 @@ fn a_page_that_tokens_moved_to_is_evicted() {
     }
 }
 
-/// No memory for the pages that a rollback needs: nothing changes, and it can be made later.
+/// Without memory for the pages that a rollback needs nothing changes, and the rollback succeeds later.
 #[test]
 fn no_memory_for_a_rollback() {
     let cache = normed();
@@ -1089,7 +1090,7 @@ fn a_leaked_step_of_a_loop() {
     assert_eq!(states(&mut pikv), states(&mut twin));
 }
 
-/// Layers that share a rotation and differ in frequencies, with and without gaps: each as in a cache of its own.
+/// Layers that share a rotation and differ in frequencies, with and without gaps, have the results of caches of their own.
 #[test]
 fn frequencies_of_layers() {
     let rope = Some(Rope::new(10_000.0, 4));
@@ -1148,7 +1149,7 @@ fn frequencies_of_layers() {
     }
 }
 
-/// A caller frees everything between drafts; a window slides besides.
+/// A caller frees all pages between drafts, while a window slides.
 #[test]
 fn all_is_evicted_between_drafts() {
     for seed in 0..scaled(30, 200) {

@@ -5,6 +5,7 @@ use pikv::policy::{
     AdaKvLit, Budget, Chunks, DuoLit, Eviction, ExpectedAttention, FastVReceived, H2o, KeyNorm, Lru, LruPlus,
     SnapKv, StreamingLlm, Tova,
 };
+use std::num::NonZeroU32;
 
 pub const POLICIES: [&str; 14] = [
     "LRU",
@@ -35,7 +36,10 @@ pub fn eviction(policy: &str, budget: Budget, rope: Option<Rope>) -> Eviction {
         "key norm" => Eviction::new(KeyNorm, budget),
         "FastV" => Eviction::new(FastVReceived, budget),
         "DuoLit" => Eviction::new(DuoLit, budget),
-        "ChunkKV" => Eviction::new(Chunks::new(SnapKv::default().window(8).pool(1), 5), budget),
+        "ChunkKV" => Eviction::new(
+            Chunks::new(SnapKv::default().window(8).pool(1), NonZeroU32::new(5).unwrap()),
+            budget,
+        ),
         "AdaKV-lit" => Eviction::new(AdaKvLit::default(), budget),
         "H2O by page" => Eviction::new(H2o, budget).by_page(),
         "H2O shared" => Eviction::new(H2o, budget).adaptive(0.5),

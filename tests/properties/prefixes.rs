@@ -72,7 +72,7 @@ fn tokens(seed: u64, n: usize) -> Vec<u32> {
     (0..n).map(|_| rng.below(50_000)).collect()
 }
 
-/// Requests with a prefix in common, found and not: the same bits.
+/// Requests with a prefix in common have the same bits, whether it is found or not.
 #[test]
 fn what_is_found_has_the_bits_of_what_is_computed() {
     for experts in [1, 4] {
@@ -147,7 +147,7 @@ fn nothing_is_found_across_scopes() {
     assert_eq!((none.find(&a, &prompt).unwrap().next_position().0, none.usage().bytes), (0, 0));
 }
 
-/// The same prompt, computed by two who did not find each other, and one that goes on: one copy.
+/// Two sequences compute the same prompt without finding each other, and a third continues it: one copy is kept.
 #[test]
 fn two_publishers_end_with_one_copy() {
     for experts in [1, 3] {
@@ -216,7 +216,8 @@ fn checkpoints_are_what_is_found_where_tokens_are_evicted() {
     assert_eq!(index.publish(&scope, &prompt, &mut sequence), Ok(0));
 }
 
-/// The index keeps its budget, the last tokens go before those they follow, and what a sequence reads stays.
+/// The index keeps its budget. The last tokens of a prefix are evicted before those that they follow, and pages that a sequence reads
+/// stay.
 #[test]
 fn leaves_go_first_and_what_is_read_stays() {
     let model = Model::new(Model::config(1, 1, 1, 64 << 20));
@@ -249,7 +250,7 @@ fn leaves_go_first_and_what_is_read_stays() {
     assert_eq!((index.usage().bytes, model.cache.usage().taken), (0, 0));
 }
 
-/// A step that would pass the budget has what nobody reads; with tiers too.
+/// A step that would exceed the budget gets the memory of prefixes that nobody reads; with tiers too.
 #[test]
 fn steps_take_what_is_idle() {
     for tiers in [false, true] {
@@ -279,8 +280,8 @@ fn steps_take_what_is_idle() {
     }
 }
 
-/// In a cache with tiers a step has idle prefixes moved down, and none evicted: all are found, with the bits of what is computed, and where
-/// the bytes are adds up. The index keeps its budget over all tiers.
+/// In a cache with tiers a step moves idle prefixes to lower tiers and evicts none. All are found afterwards, with the bits of
+/// computed ones, and the bytes of all tiers add up. The index keeps its budget over all tiers.
 #[test]
 fn prefixes_move_down_before_they_go() {
     let scope = PrefixScope::new(b"all");
@@ -324,7 +325,7 @@ fn prefixes_move_down_before_they_go() {
     }
 }
 
-/// Threads that find, compute, publish and drop at once.
+/// Threads find, compute, publish and drop prefixes at once.
 #[test]
 fn threads_share_an_index() {
     let config = Model::config(1, 2, 1, 1);
@@ -366,7 +367,7 @@ fn threads_share_an_index() {
     assert_eq!((index.usage().bytes, model.cache.usage().taken), (0, 0));
 }
 
-/// Prompts of any length that is found or not: in time that is in proportion to what is found.
+/// A prompt of any length is looked up in time proportional to the tokens found.
 #[test]
 fn long_prompts_are_looked_up() {
     let layer = LayerShape::new(1, 1, 1, Dtype::F32);

@@ -791,6 +791,7 @@ impl Machine<'_> {
             }
             Place::Sinks => 0,
             Place::Run(e) => usize::from(e) + 1,
+            other => panic!("{other}"),
         };
         prop_assert_eq!(got, Ok(()));
         let again = sequence.evict(layer, head, page.id);
@@ -1103,8 +1104,8 @@ proptest! {
         history(&setup, &ops)?;
     }
 
-    /// After a rollback, pages, bytes, tags and the bits of every output are those of a sequence that never had the tokens, and a chunk
-    /// gives the same as its tokens one by one.
+    /// After a rollback, pages, bytes, tags and the bits of every output are those of a sequence that never had the tokens. A chunk has the
+    /// outputs of its tokens one by one.
     #[test]
     fn rollback_leaves_no_trace(
         setup in setup(4, true, false),

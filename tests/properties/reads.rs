@@ -39,8 +39,8 @@ fn step(
     let total = given[0].k.len() / (model.kv_heads * model.k_dim) as usize;
     let mut step = cache.begin(sequences.into_iter().map(|(s, own)| (s, own.len() as u32))).unwrap();
     for (i, (of, closed)) in hows.iter().enumerate() {
-        of.iter().for_each(|of| step.reads(i, read(*of)).unwrap());
-        closed.iter().for_each(|on| step.closes_gaps(i, *on).unwrap());
+        of.iter().for_each(|of| step.set_read(i, read(*of)).unwrap());
+        closed.iter().for_each(|on| step.set_closed_gaps(i, *on).unwrap());
     }
     let mut seen: Vec<Seen> = all.iter().map(|_| Vec::new()).collect();
     let n = step.rows();
@@ -119,18 +119,18 @@ fn what_cannot_be_read_is_refused() {
     let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).experts(2, 1).backend(backend())).unwrap();
     let (mut a, mut b) = (cache.sequence(), cache.sequence());
     let mut step = cache.begin([(&mut a, 2), (&mut b, 3)]).unwrap();
-    assert_eq!(step.reads(0, ReadPages::Quest { pages: 1 }), Err(Error::NoBounds));
-    assert_eq!(step.reads(2, ReadPages::All), Err(Error::NotInStep { sequence: 2, sequences: 2 }));
-    assert_eq!(step.closes_gaps(7, true), Err(Error::NotInStep { sequence: 7, sequences: 2 }));
+    assert_eq!(step.set_read(0, ReadPages::Quest { pages: 1 }), Err(Error::NoBounds));
+    assert_eq!(step.set_read(2, ReadPages::All), Err(Error::NotInStep { sequence: 2, sequences: 2 }));
+    assert_eq!(step.set_closed_gaps(7, true), Err(Error::NotInStep { sequence: 7, sequences: 2 }));
     step.append(0, &[1.0; 20], &[1.0; 20]).unwrap();
     // Rows of the second sequence need their experts, which were not set yet: the first of them is row 2 of the call.
-    step.reads(1, ReadPages::Experts).unwrap();
+    step.set_read(1, ReadPages::Experts).unwrap();
     let attend = |step: &mut pikv::Step<'_>| {
         step.attend(0, &[1.0; 20], &Attend::new(1.0), AttendOutput::new(&mut [0.0; 20]))
     };
     assert_eq!(attend(&mut step), Err(Error::NotRouted { layer: 0, row: 2 }));
-    step.reads(1, ReadPages::All).unwrap();
-    step.closes_gaps(1, true).unwrap();
+    step.set_read(1, ReadPages::All).unwrap();
+    step.set_closed_gaps(1, true).unwrap();
     assert_eq!(attend(&mut step), Err(Error::NoRotation { layer: 0 }));
     step.leave_out(1).unwrap();
     assert_eq!(attend(&mut step), Ok(()));

@@ -159,8 +159,8 @@ fn a_step_has_room_made_for_it_before_its_own_pages_go() {
     assert_eq!(parked(&chats), [false, true, false]);
 }
 
-/// Nobody is parked for one of a lower priority, neither when that wakes nor for its step, alone or beside a higher one; those of its own
-/// priority and of lower ones are.
+/// Nobody is parked for a sequence of a lower priority: neither when it wakes nor for its step, alone or with a sequence of a higher
+/// one. Sequences of the same or a lower priority are parked.
 #[test]
 fn nobody_is_parked_for_one_of_a_lower_priority() {
     let cache = cache(21, 1000);
@@ -261,7 +261,7 @@ fn a_panic_with_a_guard_leaves_the_handle_and_the_cache_usable() {
     assert_eq!(chats[0].awake().unwrap().next_position().0, 128);
 }
 
-/// Threads with sequences of their own in a cache that holds a third of them: each steps, others are parked for it, and every output is
+/// Threads step sequences of their own in a cache that holds a third of them. Others are parked for each step, and every output is
 /// that of a cache that holds all.
 #[test]
 fn threads_that_step_at_once_make_room_for_each_other() {

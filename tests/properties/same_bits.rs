@@ -520,7 +520,7 @@ fn a_chunk_gives_the_bits_of_its_tokens_one_by_one() {
     }
 }
 
-/// Past the ring the order of the sums is another, and the result is attention all the same, in every lanes' same bits.
+/// For chunks longer than the ring the sums have another order. The result is still attention, with the same bits on all lanes.
 #[test]
 fn a_chunk_longer_than_the_ring_is_attention_too() {
     const TOKENS: u32 = 500;
@@ -769,7 +769,7 @@ fn rotations_may_end_inside_a_word() {
     }
 }
 
-/// The same tokens 64, 1000 and 20000 positions later, once the tokens before are out of the window or evicted.
+/// The same tokens 64, 1000 and 20000 positions later, after the tokens before them left the window or were evicted.
 #[test]
 fn a_constant_added_to_all_positions_changes_nothing() {
     const RING: u32 = 64;

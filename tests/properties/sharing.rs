@@ -21,7 +21,8 @@ fn value(position: u32, which: u64) -> f32 {
     (mix(u64::from(position) << 8 | which) >> 40) as f32 / (1u64 << 23) as f32 - 1.0
 }
 
-/// Adds tokens in one step to layer 0, whose head has 2 channels; returns the bits of the rows' outputs, 0 without a form of reading.
+/// Adds tokens in one step to layer 0, whose head has 2 channels; returns the bits of the rows' outputs. With `read` of `None` nothing is
+/// attended, and the outputs are 0.
 fn add(cache: &Cache, sequence: &mut Sequence, n: u32, read: Option<ReadPages>) -> Vec<u32> {
     let first = sequence.next_position().0;
     let row = |which: u64| -> Vec<f32> {
@@ -61,7 +62,7 @@ fn many_experts_take_few_more_bytes_than_one() {
     }
 }
 
-/// Each token is in the run of its expert at its position; the bytes are those that `bytes_at` and the planner tell.
+/// Each token is in the run of its expert at its position, and the bytes are those of `bytes_at` and of the planner.
 #[test]
 fn tokens_are_where_their_position_and_expert_say() {
     let int8 = Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int8));
@@ -93,7 +94,7 @@ fn tokens_are_where_their_position_and_expert_say() {
     }
 }
 
-/// The planner's forecast is what a cache takes whose experts take turns.
+/// The planner's forecast is the bytes of a cache whose tokens go to the experts in turn.
 #[test]
 fn the_planner_knows_shared_runs() {
     for (experts, window, rollback) in [(9, None, 0), (20, None, 30), (46, Some(1500), 0), (160, None, 3)] {
@@ -114,8 +115,8 @@ fn the_planner_knows_shared_runs() {
     }
 }
 
-/// Outputs, exact or of the rows' experts, do not depend on how tokens are cut into steps, nor on tokens that were taken back, nor on a
-/// save and a restore; `experts` reads are those of the tokens of the row's experts.
+/// Outputs, with all tokens read or those of the rows' experts, do not depend on how tokens are cut into steps, on tokens that were
+/// rolled back, or on a save and a restore. Reads by expert read the tokens of the row's experts.
 #[test]
 fn reads_depend_on_the_tokens_alone() {
     for read in [ReadPages::All, ReadPages::Experts] {

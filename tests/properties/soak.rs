@@ -14,6 +14,7 @@ use pikv::{
 use pikv_test::numbers::Rng;
 use std::alloc::{GlobalAlloc, Layout as Request, System};
 use std::cell::Cell;
+use std::num::NonZeroU32;
 use std::ops::Range;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
@@ -164,7 +165,7 @@ fn every_policy_takes_as_much_after_any_number_of_tokens() {
         ("TOVA", eviction(Tova)),
         ("key norm", eviction(KeyNorm)),
         ("expected attention", eviction(ExpectedAttention::new(None, false))),
-        ("ChunkKV", eviction(Chunks::new(SnapKv::default(), 10))),
+        ("ChunkKV", eviction(Chunks::new(SnapKv::default(), NonZeroU32::new(10).unwrap()))),
         ("FastV", eviction(FastVReceived)),
     ] {
         // Known evicted pages are bounded, and the bound is reached within the first tenth.

@@ -147,8 +147,8 @@ fn page(rng: &mut Rng, layout: &Layout, i: u32) -> (Vec<u32>, u32) {
     (words, live)
 }
 
-/// Shapes, dtypes, masks, windows, sinks, caps and rotations at random, on every lanes and in bundles of every width, with and without a
-/// tile: exponents, sums, outputs and weights of each row as it has them alone.
+/// Random shapes, dtypes, masks, windows, sinks, caps and rotations, on all lanes, in bundles of every width, with and without a tile.
+/// Exponents, sums, outputs and weights of each row are those that it has alone.
 #[test]
 fn a_row_of_a_tile_has_the_bits_of_the_row_alone() {
     let mut rng = Rng(0x7153);

@@ -74,7 +74,7 @@ fn a_file_is_private_and_takes_the_place_of_another() {
     assert_eq!(cache.usage().taken, 0);
 }
 
-/// What a process of its own does: saves two sequences in turn until it is killed, or once under a limit on files.
+/// The part that runs in a process of its own: saves two sequences in turn until it is killed, or once under a limit on files.
 #[test]
 fn inside() {
     let Ok(path) = std::env::var(INSIDE) else { return };
@@ -106,7 +106,8 @@ fn start(path: &Path) -> Child {
     command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
 }
 
-/// SIGKILL at any moment of a save: what is at the path is one of the two sequences, whole, and the next save removes what is left.
+/// A save is killed at any moment. The file at the path is then one of the two sequences, complete, and the next save removes the
+/// rest.
 #[test]
 fn a_kill_leaves_the_old_file_or_the_new_one() {
     let (dir, cache) = (dir("kill"), cache());
@@ -136,7 +137,7 @@ fn a_kill_leaves_the_old_file_or_the_new_one() {
     assert_eq!((read(&cache, &path), dir.names()), (Some(3), vec!["chat".to_owned()]));
 }
 
-/// Where the file may not grow, at whatever write of a save that is, what was there stays.
+/// If any write of a save fails because the file may not grow, the file that was at the path stays.
 #[test]
 fn a_write_that_is_refused_leaves_the_old_file() {
     let (dir, cache) = (dir("limit"), cache());

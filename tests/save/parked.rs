@@ -79,7 +79,7 @@ fn where_there_is_no_room_all_stays_as_it_was() {
     assert!(bytes(&parked.wake().unwrap()) == whole);
 }
 
-/// Prefixes that nobody reads make room for what wakes or is restored, as for a step.
+/// Prefixes that nobody reads are freed for a sequence that wakes or is restored, as for a step.
 #[test]
 fn idle_prefixes_make_room_for_what_wakes() {
     let cache = cache(30, 100, 0);
@@ -105,7 +105,7 @@ fn idle_prefixes_make_room_for_what_wakes() {
     assert_eq!(cache.restore(&mut &saved[..]).unwrap().sequence.next_position().0, 400);
 }
 
-/// Pages on ranks are theirs.
+/// A cache over a fabric neither saves nor parks nor restores sequences.
 #[test]
 fn a_cache_over_a_fabric_refuses() {
     use pikv::fabric::{InProcess, Options};

@@ -52,7 +52,7 @@ fn saved(sequence: &Sequence) -> Vec<u8> {
     bytes
 }
 
-/// Of any length: the bits of a sequence that was given so many tokens, with pages for no more than those.
+/// The first tokens of a file, any number, have the bits of a sequence that was given only them, and take no more pages.
 #[test]
 fn first_tokens_are_those_of_a_fresh_sequence() {
     let mut rng = Rng(9);
@@ -172,7 +172,7 @@ fn damage_behind_what_is_wanted_is_seen() {
     }
 }
 
-/// Files that somebody wrote on purpose, with sums that are right: refused, or first tokens that go on.
+/// Files with invalid numbers and a matching checksum are refused, or the first tokens continue.
 #[test]
 fn hostile_files_are_refused_or_go_on() {
     let mut rng = Rng(4);

@@ -125,7 +125,7 @@ fn any_bit_that_changed() {
     assert!(cache.restore(&mut &bytes[..]).is_ok());
 }
 
-/// Each part of a configuration that differs is named; where pages lie and what computes may differ.
+/// An error names the part of the configuration that differs. Places of pages, and the lanes and devices that compute, may differ.
 #[test]
 fn another_configuration() {
     let bytes = saved(config(), 60);
@@ -274,8 +274,8 @@ fn writers_that_refuse_budgets_that_are_full_and_steps_that_were_leaked() {
     assert_eq!(error, Error::OutOfBudget { needed: sequence.bytes(), available: sequence.bytes() - 1 });
 }
 
-/// What was never written, or by another sequence, is not in the bytes: pages that are taken anew have what was there before, and tokens that
-/// are put together while a fork reads their pages leave lanes of such pages free.
+/// The bytes of a save have no words of other sequences, and none that were never written: pages from the free list have old contents,
+/// and tokens that are merged while a fork reads their pages leave lanes of those pages free.
 #[test]
 fn nothing_of_other_sequences_is_saved() {
     let mut config = config().poison(false);
@@ -297,7 +297,7 @@ fn nothing_of_other_sequences_is_saved() {
     assert!(bytes[0] == bytes[1]);
 }
 
-/// A file of each version that was ever written is restored, and goes on as a sequence that never stopped.
+/// A file of each version of the format is restored, and continues as a sequence that was never saved.
 #[test]
 fn files_of_every_version() {
     // A sequence is written in the first version that holds it: the second has budgets of sequences.
@@ -329,7 +329,7 @@ fn files_of_every_version() {
     }
 }
 
-/// A budget that the cache would refuse is refused when it is read, and one of another sequence shows in the sum.
+/// A budget that the cache refuses is refused when it is read. The checksum detects a budget of another sequence.
 #[test]
 fn budgets_that_could_not_act() {
     let file = saved_with(config(), 60, SequenceOptions::new().budget(40));

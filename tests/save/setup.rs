@@ -13,6 +13,7 @@ use pikv::{AttendOutput, Cache, CacheConfig, Step, StepReport};
 use pikv_test::backend::backend;
 use pikv_test::numbers::{bits, noise};
 use pikv_test::twins::{self, Change, Given, Model, Pair, Values};
+use std::num::NonZeroU32;
 
 /// Rows of the table of policies, and heads that share their budgets.
 pub const POLICIES: u8 = 15;
@@ -98,7 +99,7 @@ impl Setup {
             BY_HITS => Eviction::new(AdaKvLit::default(), budget()),
             9 => Eviction::new(DuoLit, budget()),
             10 => Eviction::new(ExpectedAttention::new(rope, false).memory(16), budget()),
-            11 => Eviction::new(Chunks::new(H2o, 5), budget()),
+            11 => Eviction::new(Chunks::new(H2o, NonZeroU32::new(5).unwrap()), budget()),
             12 => Duo::new(vec![vec![1.0, 0.0][..heads].to_vec(); layers], model.ring + 40).eviction(),
             13 => Eviction::new(H2o, budget()).adaptive(0.3),
             _ if layers > 1 => {

@@ -60,7 +60,7 @@ fn a_layer_is_attended_while_the_next_one_is_read() {
     assert_eq!(bytes(&cache), [0, 0]);
 }
 
-/// A caller that is early does not wait for pages that the thread has not begun to read.
+/// A caller that comes early does not wait for pages that the thread has not begun to read.
 #[test]
 fn who_comes_early_reads_for_itself() {
     let (control, cache, mut sequence) = away(2, 1 << 20);

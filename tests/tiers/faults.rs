@@ -125,7 +125,7 @@ fn a_page_that_cannot_be_read_fails_the_call_and_no_more() {
     }
 }
 
-/// The cache's thread survives a store that panics, and no caller waits for ever.
+/// The cache's thread survives a store that panics, and no caller waits without end.
 #[test]
 fn a_store_that_panics_on_the_way() {
     let (control, cache, mut sequence) = setup(0);

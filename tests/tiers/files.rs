@@ -60,7 +60,7 @@ fn a_file_of_a_tier_is_private_and_nameless() {
     assert_eq!(dir.names(), [""; 0]);
 }
 
-/// It never had a name either, where the file system has files without: the directory did not change.
+/// Where the file system has files without names, a tier's file has none at any time: the directory does not change.
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 #[test]
 fn a_file_of_a_tier_never_has_a_name() {
@@ -158,7 +158,7 @@ fn load(path: &Path) -> Fitted {
     Fitted::load(path, "model", fitted(1).shape()).unwrap()
 }
 
-/// The name that earlier saves of this process wrote first does not stand in the way, and neither does a directory that has it.
+/// A temporary file that a killed save of this process left behind does not stop a later save.
 #[test]
 fn a_save_that_was_killed_stops_no_later_one() {
     let dir = dir("killed");
@@ -232,8 +232,8 @@ fn trace(path: &Path, tokens: u32) -> Result<(), pikv::trace::TraceError> {
     Ok(())
 }
 
-/// A trace holds the tokens of prompts: it is private also where a file that others could read had its name, and who has that open
-/// reads nothing.
+/// A trace holds the tokens of prompts, so only its owner can read it, even if its name was that of a file that others could read. Who has
+/// that file open does not read the trace.
 #[test]
 fn a_trace_is_private() {
     let dir = dir("trace");
@@ -318,7 +318,7 @@ impl PageStore for Refusing {
     }
 }
 
-/// Pages that lost tokens and cannot be put together are counted, and are put together once the store takes them.
+/// Pages that lost tokens and cannot be merged are counted, and are merged once the store accepts writes.
 #[test]
 fn memory_that_does_not_come_back_is_counted() {
     let store = Refusing(Arc::new((Mutex::new(vec![0; 1 << 20]), AtomicBool::new(false))));

@@ -151,7 +151,7 @@ fn hits_are_in_the_first_tier() {
     assert_eq!(cache.fetches(), before);
 }
 
-/// Pages that lie where they belong are not written again.
+/// Pages that already lie in their tier are not written again.
 #[test]
 fn a_plan_that_holds_moves_nothing() {
     let control = Arc::default();

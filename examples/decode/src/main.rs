@@ -2,8 +2,8 @@
 //!
 //! `cargo run --release -p decode [-- --bytes 65536] [--quick] [--backend cuda] [--tokens 64] [--code int8]`
 //!
-//! Generates some text, then evaluates a novel that the model never saw, window by window, over a plain contiguous f32
-//! cache and over pikv in several forms; prints one table.
+//! Generates some text. Then it evaluates a novel that the model was not trained on, window by window, over a plain contiguous f32 cache and
+//! over pikv in several forms, and prints one table.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use pikv::codec::{Code, Codec, Coding};

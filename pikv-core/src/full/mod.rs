@@ -52,7 +52,7 @@ impl<W: Warp, const R: usize> Form<W, R> for Full<'_, R> {
         sights(w, w.load_part(&page.words[..LANES]), page.live, sight)
     }
 
-    // Lanes that prefetch wait for memory, and two pages are two streams of loads; a device has other warps for that.
+    // For lanes that prefetch: they wait for memory, and two pages are two streams of loads. A device hides the wait with other warps.
     const PAIRS: bool = W::FETCHES && 2 * R <= W::ROWS;
 
     const TWOS: bool = W::BURSTS;

@@ -4,6 +4,7 @@
 //! fixed tree over the runs. A block is a leaf. The result does not depend on which thread computes a block or on how blocks are grouped
 //! into tasks.
 
+pub mod buffers;
 pub mod cpu;
 pub mod executor;
 pub mod feedback;
@@ -11,7 +12,6 @@ pub mod forest;
 pub mod hits;
 pub mod job;
 pub mod list;
-pub mod lists;
 pub mod mass;
 pub mod options;
 pub mod queries;
@@ -20,6 +20,7 @@ pub mod select;
 pub mod tree;
 pub mod view;
 
+use crate::attend::buffers::{BUFFERS, Buffers};
 use crate::attend::executor::Tensors;
 use crate::attend::executor::{Asked, Executor, Results};
 use crate::attend::feedback::together;
@@ -27,7 +28,6 @@ use crate::attend::feedback::{Feed, Of};
 use crate::attend::forest::Forest;
 use crate::attend::hits::Asking;
 use crate::attend::job::{Job, OnDevice};
-use crate::attend::lists::{LISTS, Lists};
 use crate::attend::mass::Wanted;
 use crate::attend::options::{Attend, AttendOutput, PageMass, ReadPages};
 use crate::attend::view::View;
@@ -94,12 +94,12 @@ pub(crate) fn attend<'v>(
     noted: Option<Noted<'_>>,
     ahead: Option<Early>,
 ) -> Result<u64, Error> {
-    let mut lists = LISTS.take();
-    let mut views: Vec<View<'_>> = emptied(mem::take(&mut lists.views));
+    let mut buffers = BUFFERS.take();
+    let mut views: Vec<View<'_>> = emptied(mem::take(&mut buffers.views));
     views.extend(sequences);
-    let done = attend_views(call, &views, tensors, options, noted, ahead, &mut lists);
-    lists.views = emptied(views);
-    LISTS.set(lists);
+    let done = attend_views(call, &views, tensors, options, noted, ahead, &mut buffers);
+    buffers.views = emptied(views);
+    BUFFERS.set(buffers);
     done
 }
 
@@ -110,12 +110,12 @@ fn attend_views(
     options: &Attend,
     noted: Option<Noted<'_>>,
     ahead: Option<Early>,
-    lists: &mut Lists,
+    buffers: &mut Buffers,
 ) -> Result<u64, Error> {
     let Call { executor, pool, layer, shape, rows } = call;
     let (feeds, lower) = noted.map_or((None, None), |noted| (Some(noted.feeds), noted.lower));
     let factor = check_options(&call, sequences, options)?;
-    let mut single: Vec<View<'_>> = emptied(mem::take(&mut lists.single));
+    let mut single: Vec<View<'_>> = emptied(mem::take(&mut buffers.single));
     let views = cut_by_reads(sequences, &mut single);
     let by_experts = |view: &&View<'_>| view.read == ReadPages::Experts;
     if let Some(view) = views.iter().filter(by_experts).find(|view| !view.routed(&pool.shape)) {
@@ -127,8 +127,8 @@ fn attend_views(
     // Held until the results are computed.
     let _lifted;
     let mut remote = 0;
-    let mut forests: Vec<Forest<'_>> = emptied(mem::take(&mut lists.forests));
-    start_forests(&job, &mut forests, &mut lists.felled);
+    let mut forests: Vec<Forest<'_>> = emptied(mem::take(&mut buffers.forests));
+    start_forests(&job, &mut forests, &mut buffers.felled);
     job.grow(&mut forests);
     if let Some(tiers) = &pool.tiers {
         let early = ahead.unwrap_or_default();
@@ -137,9 +137,9 @@ fn attend_views(
         lower.into_iter().for_each(|lower| note_lower(&job, &forests, lower));
         _lifted = lift(pool, tiers, early.lifted, &mut forests)?;
     }
-    let mut wanted = mem::take(&mut lists.wanted);
+    let mut wanted = mem::take(&mut buffers.wanted);
     let wants = Wants::new(pool, &job, sequences, &tensors, feeds.is_some(), &mut wanted);
-    let mut seen = mem::take(&mut lists.seen);
+    let mut seen = mem::take(&mut buffers.seen);
     if wants.told() {
         seen.resize_with(forests.len(), Feed::default);
         for (feed, forest) in seen.iter_mut().zip(&forests) {
@@ -147,7 +147,7 @@ fn attend_views(
         }
     }
     let computed = Computed { job: &mut job, forests: &forests, sequences, wants: &wants };
-    let mass = computed.compute(executor, &mut tensors, &mut seen, lists)?;
+    let mass = computed.compute(executor, &mut tensors, &mut seen, buffers)?;
     check_results(&job, &tensors)?;
     if matches!(tensors, Tensors::Host(..)) {
         hand_back(&job, sequences, &wants, mass, &mut seen);
@@ -155,11 +155,11 @@ fn attend_views(
             mem::swap(feeds, &mut seen);
         }
     }
-    lists.seen = seen;
-    lists.felled.extend(forests.drain(..).map(Forest::felled));
-    lists.forests = emptied(forests);
-    lists.wanted = wanted;
-    lists.single = emptied(single);
+    buffers.seen = seen;
+    buffers.felled.extend(forests.drain(..).map(Forest::felled));
+    buffers.forests = emptied(forests);
+    buffers.wanted = wanted;
+    buffers.single = emptied(single);
     Ok(remote)
 }
 
@@ -345,12 +345,12 @@ impl Computed<'_, '_> {
         executor: &dyn Executor,
         tensors: &mut Tensors<'o>,
         seen: &mut Vec<Feed>,
-        lists: &mut Lists,
+        buffers: &mut Buffers,
     ) -> Result<Option<&'o mut Vec<PageMass>>, Error> {
         let Computed { job, forests, sequences, wants } = self;
         match tensors {
             Tensors::Host(_, AttendOutput { out, lse, mass }) => {
-                let Lists { lse: no_lse, cut, .. } = lists;
+                let Buffers { lse: no_lse, cut, .. } = buffers;
                 let lse = match lse {
                     Some(lse) => &mut **lse,
                     None => {
@@ -365,7 +365,7 @@ impl Computed<'_, '_> {
                 Ok(mass.take())
             }
             Tensors::Device { output, session, .. } => {
-                // The lists may still hold an earlier call.
+                // The list may still hold the feeds of an earlier call.
                 let mut none = Vec::new();
                 let seen = if wants.told() { seen } else { &mut none };
                 // Rows of each sequence, for the time when the host reads the masses.

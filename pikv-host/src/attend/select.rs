@@ -35,8 +35,8 @@ impl Selection {
     }
 }
 
-/// Bounds of a page that was full once all tokens before `floor` were filed, so that the pages that a row reads do not depend on the number
-/// of later tokens in its step.
+/// Bounds of a page, if it was full once all tokens before `floor` were filed. A row's choice of pages then does not depend on the number of
+/// later tokens in its step.
 fn bounds(entry: &Entry, floor: u32) -> Option<&[[f32; LANES]]> {
     let bounds = entry.bounds.as_deref()?;
     entry.last().is_some_and(|last| last < floor).then_some(bounds)

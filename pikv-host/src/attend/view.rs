@@ -45,10 +45,7 @@ impl<'a> View<'a> {
 
     /// Whether all rows were routed.
     pub fn routed(&self, inner: &CacheShape) -> bool {
-        let known = self.layer.tags.len() / inner.config.top_k as usize;
-        let from = self.layer.tags_from;
-        let end = u64::from(self.first) + u64::from(self.rows);
-        inner.config.experts == 1 || (self.first >= from && end <= u64::from(from) + known as u64)
+        self.layer.tags.has(inner, self.first, u64::from(self.first) + u64::from(self.rows))
     }
 
     /// Experts whose pages the first row reads.

@@ -1,5 +1,5 @@
-//! Launches of a wave: one for all blocks of each width of bundles (and form of packed pages), one for each height of the tree, one for the
-//! ends of rows, and one for the masses of pages if they are wanted.
+//! Launches of a wave: for each width of bundles (and form of packed pages) one over all blocks; one for each height of the tree; one for the
+//! ends of rows; and, if they are wanted, one for the masses of pages.
 
 use crate::attend::job::{Job, OnDevice};
 use crate::attend_cuda::wave::{FACTORED_ROWS, Packed, Wave};

@@ -5,6 +5,7 @@ use std::fmt;
 
 /// A run of pages of one head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
 pub enum Place {
     /// First positions, in every sliding window.
     Sinks,

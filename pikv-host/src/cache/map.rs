@@ -112,7 +112,7 @@ impl SequenceMap {
     }
 
     /// Number of pages in this form over all layers and heads, and their bytes.
-    pub fn of(&self, form: Form) -> (usize, u64) {
+    pub fn count(&self, form: Form) -> (usize, u64) {
         let pages = self.pages().filter(|page| page.form() == form);
         pages.fold((0, 0), |(count, bytes), page| (count + 1, bytes + page.bytes))
     }
@@ -178,7 +178,7 @@ impl SequenceMap {
     fn legend(&self) -> (String, usize) {
         let (mut out, mut x) = (String::new(), 8);
         for form in Form::ALL {
-            let (count, bytes) = self.of(form);
+            let (count, bytes) = self.count(form);
             if count > 0 {
                 let text = format!("{}: {count} pages, {}", form.name(), Bytes(bytes));
                 let _ = writeln!(

@@ -288,9 +288,10 @@ impl Cache {
         Ok(u64::from(shape.kv_heads) * ghosts::bytes(&shape.layout, most))
     }
 
-    /// The most bytes of one layer at `len` tokens, for any choice of the router, unless the sequence was restored from a file of version 3
-    /// or less with more than 8 experts, which had a run each: the sum over heads of [`StoreShape::head_bytes_at_most`]
-    /// and of pages held in both codecs because a rollback could need either, and [`Cache::ghost_bytes_at`].
+    /// The most bytes of one layer at `len` tokens, for any choice of the router: the sum over heads of
+    /// [`StoreShape::head_bytes_at_most`] and of pages held in both codecs because a rollback could need either, and
+    /// [`Cache::ghost_bytes_at`]. A sequence restored from a file of version 3 or less with more than 8 experts may take more, as each of
+    /// its experts has a run.
     ///
     /// # Errors
     /// [`Error::Layer`].

@@ -150,7 +150,7 @@ impl Sequence {
             return self.repaired().resident(layer, kv_head);
         }
         let head = self.head(layer, kv_head)?;
-        Ok(Resident(self.in_ring().0 + head.chains.iter().map(|(_, chain)| chain.live).sum::<u32>()))
+        Ok(Resident(self.in_ring().0 + head.chains.iter().map(|(_, chain)| chain.live()).sum::<u32>()))
     }
 
     /// Experts of the token at `position`, first choice first; `None` once they are forgotten, or if the cache has one expert.
@@ -258,9 +258,12 @@ impl Sequence {
     }
 
     /// Removes the newest `n` tokens. All later results, evictions and counts have the bits of a sequence to which they had never been
-    /// appended. (Tokens that they pushed out of reach of the ring or a window stay dropped, but no row can see those.) With a policy that
-    /// evicts, a rollback into the middle of a step is as if the step had ended there (to the bit if the step was no longer than the
-    /// configured rollback). O(n) a layer and head, plus evictions and merges to undo.
+    /// appended. (Tokens that they pushed out of reach of the ring or a window stay dropped, but no row can see those.)
+    ///
+    /// With a policy that evicts, a rollback into the middle of a step gives the sequence that the step would have left if it had ended
+    /// there; with the same bits if the step was no longer than the configured rollback.
+    ///
+    /// O(n) a layer and head, plus evictions and merges to undo.
     ///
     /// # Errors
     /// [`Error::RollbackTooFar`] past [`Sequence::rollback_limit`], [`Error::Poisoned`]; [`Error::OutOfBudget`] if a merge of pages must be
@@ -312,8 +315,8 @@ impl Sequence {
     }
 
     /// A second sequence with the same tokens. Both share all pages and page lists (copy on write). O(layers); takes no page. The first of
-    /// the two that is written to copies the ring of a layer and, for each run of pages, the list of the newest 16 and a pointer for each
-    /// 16 others. A fork of a [poisoned](Error::Poisoned) sequence is poisoned.
+    /// the two that is written to copies, of each layer, the list of the ring's pages and, of each run, the list of the newest 16 pages and
+    /// a pointer for every 16 others. A fork of a [poisoned](Error::Poisoned) sequence is poisoned.
     pub fn fork(&self) -> Sequence {
         if self.stepping { self.repaired() } else { self.copied() }
     }

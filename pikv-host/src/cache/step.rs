@@ -332,7 +332,7 @@ impl<'a> Step<'a> {
         if count > 1 {
             for part in self.parts.iter_mut().filter(|part| !part.out) {
                 let own = &experts[part.row * top_k..][..part.rows() * top_k];
-                part.sequence.layers[layer].tags.extend_from_slice(own);
+                part.sequence.layers[layer].route(own);
             }
         }
         self.layers[layer].routed = true;

@@ -209,20 +209,20 @@ impl<'a> LoopStep<'a> {
         self.take_all_choices()
     }
 
-    /// Calls [`Step::reads`].
+    /// Calls [`Step::set_read`].
     ///
     /// # Errors
-    /// The errors of [`Step::reads`].
-    pub fn reads(&mut self, sequence: usize, read: ReadPages) -> Result<(), LoopError> {
-        Ok(self.step().reads(sequence, read)?)
+    /// The errors of [`Step::set_read`].
+    pub fn set_read(&mut self, sequence: usize, read: ReadPages) -> Result<(), LoopError> {
+        Ok(self.step().set_read(sequence, read)?)
     }
 
-    /// Calls [`Step::closes_gaps`].
+    /// Calls [`Step::set_closed_gaps`].
     ///
     /// # Errors
-    /// The errors of [`Step::closes_gaps`].
-    pub fn closes_gaps(&mut self, sequence: usize, on: bool) -> Result<(), LoopError> {
-        Ok(self.step().closes_gaps(sequence, on)?)
+    /// The errors of [`Step::set_closed_gaps`].
+    pub fn set_closed_gaps(&mut self, sequence: usize, on: bool) -> Result<(), LoopError> {
+        Ok(self.step().set_closed_gaps(sequence, on)?)
     }
 
     /// Waits for the device's choices for a layer, if rows read by [`ReadPages::Experts`].

@@ -149,10 +149,10 @@ impl Coding {
     /// use pikv::codec::{Code, Coding, Map};
     /// let spread = Coding::new(Code::Int8).map(Map::hadamard(128)?).limits(128);
     /// // All 128 channels may be 5,700; one of 60,000 will do too.
-    /// assert!(spread.take(&[5_700.0; 128]) && !spread.take(&[6_000.0; 128]));
+    /// assert!(spread.accepts(&[5_700.0; 128]) && !spread.accepts(&[6_000.0; 128]));
     /// let mut row = [0.0; 128];
     /// row[37] = 60_000.0;
-    /// assert!(spread.take(&row));
+    /// assert!(spread.accepts(&row));
     /// # Ok::<(), pikv::codec::MapError>(())
     /// ```
     pub fn limits(&self, dim: u32) -> Limits {
@@ -193,7 +193,7 @@ pub struct Limits {
 
 impl Limits {
     /// Whether the row is within the limits. NaN is not detected; the dtype's check refuses it.
-    pub fn take(&self, row: &[f32]) -> bool {
+    pub fn accepts(&self, row: &[f32]) -> bool {
         self.check(row).is_ok()
     }
 
@@ -310,8 +310,10 @@ pub(crate) struct Aged {
 }
 
 impl HeadCodec {
-    /// [`ConfigError::Map`]: a map whose `wide` is not the head's K or V width.
-    /// A map of another width than the head's.
+    /// The codec of a head with pages of `layout`.
+    ///
+    /// # Errors
+    /// [`ConfigError::Map`] for a map whose `wide` is not the head's K or V width.
     pub fn new(layer: usize, layout: &Layout, codec: &Codec) -> Result<HeadCodec, ConfigError> {
         let widths = [("k", &codec.k, layout.k_dim), ("v", &codec.v, layout.v_dim)];
         for (what, coding, dim) in widths {

@@ -219,13 +219,13 @@ impl Fitter {
         Ok(self.layers[layer as usize].kept.iter().map(one).collect())
     }
 
-    /// Maps for all layers and KV heads from `make(layer, head)`, labelled with the table row `row`.
+    /// Maps for all layers and KV heads from `make(layer, head)`, made by the method with id `method`.
     ///
     /// # Errors
     /// The first error of `make`.
-    pub fn side<E>(&self, row: &str, mut make: impl FnMut(u32, u32) -> Result<Map, E>) -> Result<Side, E> {
+    pub fn side<E>(&self, method: &str, mut make: impl FnMut(u32, u32) -> Result<Map, E>) -> Result<Side, E> {
         let heads = (0..self.shape.layers).flat_map(|l| (0..self.shape.kv_heads).map(move |h| (l, h)));
         let maps = heads.map(|(layer, head)| make(layer, head)).collect::<Result<_, E>>()?;
-        Ok(Side { row: row.to_owned(), maps })
+        Ok(Side { method: method.to_owned(), maps })
     }
 }

@@ -127,15 +127,15 @@ pub enum FittedError {
 #[cfg(feature = "fit")]
 pub struct Side {
     /// Id of the method that made them, such as `"C_SVD"`.
-    pub row: String,
+    pub method: String,
     /// `[layers][kv_heads]`.
     pub maps: Vec<Map>,
 }
 
 impl Side {
-    /// Maps made by the method with id `row`, `[layers][kv_heads]`.
-    pub fn new(row: impl Into<String>, maps: Vec<Map>) -> Side {
-        Side { row: row.into(), maps }
+    /// Maps made by the method with id `method`, `[layers][kv_heads]`.
+    pub fn new(method: impl Into<String>, maps: Vec<Map>) -> Side {
+        Side { method: method.into(), maps }
     }
 }
 
@@ -217,7 +217,7 @@ impl Fitted {
     }
 
     /// The file as bytes: for each layer and head f32 tensors `layers.{l}.heads.{h}.{k|v}.{encode|decode|bias}`; in the metadata `format`,
-    /// `version`, `fingerprint`, `digest`, and for each side `{k|v}.row` and `{k|v}.ranks`, separated by commas.
+    /// `version`, `fingerprint`, `digest`, and for each side `{k|v}.method` and `{k|v}.ranks`, separated by commas.
     ///
     /// # Errors
     /// [`FittedError::File`] if safetensors cannot serialise them.
@@ -229,7 +229,7 @@ impl Fitted {
         );
         for (side, maps, _) in self.sides() {
             let ranks: Vec<String> = maps.maps.iter().map(|m| m.narrow().to_string()).collect();
-            metadata.insert(format!("{side}.row"), maps.row.clone());
+            metadata.insert(format!("{side}.method"), maps.method.clone());
             metadata.insert(format!("{side}.ranks"), ranks.join(","));
             for (at, map) in maps.maps.iter().enumerate() {
                 let head = head(at, self.shape.kv_heads, side);
@@ -285,7 +285,7 @@ impl Fitted {
         }
         let mut left = views;
         let mut side = |side: &'static str, wide| -> Result<Option<Side>, FittedError> {
-            let Some(row) = metadata.get(&format!("{side}.row")) else { return Ok(None) };
+            let Some(method) = metadata.get(&format!("{side}.method")) else { return Ok(None) };
             let heads = shape.layers as usize * shape.kv_heads as usize;
             let maps = (0..heads).map(|at| take(&mut left, head(at, shape.kv_heads, side), wide));
             let maps: Vec<Map> = maps.collect::<Result<_, _>>()?;
@@ -295,7 +295,7 @@ impl Fitted {
             if *found != wanted {
                 return Err(FittedError::Metadata { key, found: Some(found.clone()), wanted });
             }
-            Ok(Some(Side { row: row.clone(), maps }))
+            Ok(Some(Side { method: method.clone(), maps }))
         };
         let (k, v) = (side("k", shape.k_dim)?, side("v", shape.v_dim)?);
         if let Some(name) = left.into_keys().next() {

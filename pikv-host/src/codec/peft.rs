@@ -138,7 +138,7 @@ impl Fitted {
                     })?);
                 }
             }
-            Ok(Some(Side { row: "C_Lo".to_owned(), maps }))
+            Ok(Some(Side { method: "C_Lo".to_owned(), maps }))
         };
         let (k, v) = (side("k_proj", shape.k_dim)?, side("v_proj", shape.v_dim)?);
         Fitted::new(shape, fingerprint, k, v)

@@ -25,7 +25,7 @@ impl Layer {
         (len, own): (u32, Option<u32>),
     ) -> u32 {
         let ring = inner.store.ring;
-        let fixed = ring.resident(len).0 + self.heads[head].chains[0].live;
+        let fixed = ring.resident(len).0 + self.heads[head].chains[0].live();
         let own = own.map_or(u32::MAX, |tokens| tokens.saturating_sub(fixed));
         let quota = match rule.eviction.budget.tokens(rule.layer, head, len) {
             Some(tokens) => tokens.saturating_sub(fixed),
@@ -75,7 +75,8 @@ impl<'a> Excess<'a> {
         let rule = layer.rule.as_deref()?;
         let heads = 0..layer.heads.len();
         let quota = heads.clone().map(|h| layer.quota(inner, shape, rule, h, (len, own))).collect();
-        let held = layer.heads.iter().map(|head| head.chains.experts().map(|(_, c)| c.live).sum()).collect();
+        let held =
+            layer.heads.iter().map(|head| head.chains.experts().map(|(_, c)| c.live()).sum()).collect();
         let limit = heads.map(|h| rule.eviction.policy.threshold(layer.own(rule, h, len)));
         let limit = limit.map(|limit| limit.filter(|limit| !limit.is_nan())).collect();
         let heads = 0..layer.heads.len();

@@ -12,8 +12,9 @@ use crate::memory::pool::Pool;
 use crate::metrics::Reused;
 use crate::metrics::report::StepReport;
 use crate::pages::chain::{Chain, find};
-use crate::pages::filing::{Layer, Tags, experts};
+use crate::pages::filing::Layer;
 use crate::pages::head::Head;
+use crate::pages::tags::Tags;
 use crate::policy::rule::Rule;
 use crate::policy::{HeadSeen, Positions, Seen};
 use crate::router::met::combined;
@@ -49,7 +50,7 @@ impl Layer {
         reused: Option<&mut Vec<Reused>>,
     ) {
         let sharing = self.sharing(inner, shape);
-        let Layer { heads, store, rule, codecs, tags, tags_from, first_tile, filed, .. } = self;
+        let Layer { heads, store, rule, codecs, tags, first_tile, filed, .. } = self;
         let Some(rule) = rule.as_deref().filter(|rule| rule.keeps()) else { return };
         let telling = Telling {
             rule,
@@ -57,7 +58,6 @@ impl Layer {
             shape,
             codecs,
             tags,
-            tags_from: *tags_from,
             sharing,
             first_tile: *first_tile,
             filed: *filed,
@@ -130,7 +130,7 @@ impl Layer {
         for (e, times) in times.into_iter().enumerate().filter(|(_, times)| *times > 0) {
             let run = usize::from(sharing.run(e as u16, self.filed));
             for chain in self.heads.iter().map(|head| &head.chains[1 + run]) {
-                let near = chain.live - if pool.tiers.is_some() { chain.away() } else { 0 };
+                let near = chain.live() - if pool.tiers.is_some() { chain.away() } else { 0 };
                 held[e] += times * u64::from(near);
                 lost[e] += times * u64::from(chain.filed - near);
             }
@@ -145,7 +145,6 @@ struct Telling<'a> {
     shape: &'a LayerShape,
     codecs: &'a HeadCodecs,
     tags: &'a Tags,
-    tags_from: u32,
     sharing: Sharing,
     first_tile: u32,
     filed: u32,
@@ -216,7 +215,7 @@ impl Telling<'_> {
                 let floor = (told.start + 1).saturating_sub(ring.window()).min(feed.filed);
                 let from = done.partition_point(|token| token.position < floor);
                 follow(&mut feed.weighed, index, &done[from..]);
-                let filed: u32 = head.chains.iter().map(|(_, chain)| chain.live).sum();
+                let filed: u32 = head.chains.iter().map(|(_, chain)| chain.live()).sum();
                 let sinks = |left: u32| left.min(self.sinks);
                 let late = late.len() as u32 + sinks(self.filed) - sinks(left);
                 let resident = ring.resident(rows.end).0 + filed - late;
@@ -257,7 +256,7 @@ impl Telling<'_> {
 
     /// Observes pages of the ring from index `from` on; returns the index of the first page elsewhere.
     fn ring(&self, h: usize, head: &mut Head, weighed: &Weighed, from: usize, cut: &Cut<'_>) -> usize {
-        let mut kept = head.states.version_mut(self.rule.version(cut.len));
+        let mut kept = head.ring.states_mut().version_mut(self.rule.version(cut.len));
         let mut at = from;
         while let Some(&page) = weighed.pages.get(at).filter(|page| page.place == Place::Ring) {
             at += 1;
@@ -336,7 +335,7 @@ impl Telling<'_> {
         let mut moved: SmallVec<[Moved; 4]> = SmallVec::new();
         // Mostly one token. Other runs are skipped, because each would be fetched from memory.
         let run = |position| {
-            let home = experts(self.inner, self.tags, self.tags_from, position).next()?;
+            let home = self.tags.experts(self.inner, position).next()?;
             Some(1 + usize::from(self.sharing.run(home, position)))
         };
         let mut runs: SmallVec<[usize; 4]> = (from..self.filed).filter_map(run).collect();
@@ -366,21 +365,21 @@ impl Telling<'_> {
         }
         let (from, to) = (rule.version(from), rule.version(to));
         let runs = head.chains.iter_mut().map(|(_, chain)| &mut chain.kept);
-        runs.chain([&mut head.states]).for_each(|kept| kept.turn(from, to));
+        runs.chain([head.ring.states_mut()]).for_each(|kept| kept.turn(from, to));
         let words = rule.head_words;
         head.own.copy_within(from * words..(from + 1) * words, to * words);
     }
 
     /// Copies the policy's state of tokens from the ring to their pages, as of `len` tokens.
     fn carry(&self, head: &mut Head, moved: &[Moved], len: u32) {
-        let Head { chains, states, .. } = head;
+        let Head { chains, ring, .. } = head;
         let version = self.rule.version(len);
         for token in moved {
             let tile = (token.position / PAGE).wrapping_sub(self.first_tile) as usize;
             let chain = &mut chains[token.chain];
             let Some(page) = chain.index(token.ordinal) else { continue };
             let to = (page, token.lane);
-            chain.kept.copy(version..version + 1, states, (tile, token.position % PAGE), to);
+            chain.kept.copy(version..version + 1, ring.states(), (tile, token.position % PAGE), to);
         }
     }
 }

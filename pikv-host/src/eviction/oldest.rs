@@ -45,7 +45,7 @@ pub(crate) fn oldest(
     pins: &[Range<u32>],
     gone: &mut Vec<Gone>,
 ) {
-    let live = chains.experts().filter(|(_, of)| of.live > 0);
+    let live = chains.experts().filter(|(_, of)| of.live() > 0);
     let start = |(chain, of)| Cursor { chain, of, codec, at: 0, left: of.entries[0].live, gone: 0 };
     let mut cursors: Vec<Cursor<'_>> = live.map(start).collect();
     let first = |(i, cursor): (usize, &mut Cursor<'_>)| Some(Reverse((cursor.next()?, i)));

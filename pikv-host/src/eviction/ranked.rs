@@ -97,7 +97,7 @@ impl<'a> Ranked<'a> {
         huge_pages::reserve(utility, held);
         let mut runs = 0;
         for (c, chain) in head.chains.experts() {
-            runs += usize::from(chain.live > 0);
+            runs += usize::from(chain.live() > 0);
             for (i, entry) in chain.entries.iter().enumerate().filter(|(_, entry)| entry.live != 0) {
                 if let Some(Entry { held: Held::Open(page), .. }) = chain.entries.get(i + AHEAD) {
                     fetch(page.positions());

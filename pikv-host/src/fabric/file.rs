@@ -95,7 +95,7 @@ fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
 impl Chain {
     /// Pages on the front that were not sent: those not examined yet, and those that had to stay.
     fn unsent(&self) -> impl Iterator<Item = (u32, &Entry)> {
-        self.from(self.sent).map(|entry| (entry.ordinal, entry))
+        self.from(self.sent()).map(|entry| (entry.ordinal, entry))
     }
 
     /// The ranks that have all remote pages of a block; `None` if it has no remote pages.
@@ -125,7 +125,7 @@ impl Chain {
 
     /// Marks the leading pages that were sent, so that they are not examined again.
     fn pass_sent(&mut self) {
-        let mut at = self.sent;
+        let mut at = self.sent();
         for entry in self.from(at) {
             match entry.held {
                 Held::Away(_) => at = entry.ordinal + 1,
@@ -133,7 +133,7 @@ impl Chain {
                 _ => break,
             }
         }
-        self.sent = at;
+        self.pass_until(at);
         let mirrors = std::mem::take(&mut self.mirrors);
         if let Some(mut list) = mirrors.list() {
             list.retain(|mirror| match self.entry(mirror.ordinal) {
@@ -198,8 +198,8 @@ impl Chain {
         Some(mirror).filter(|_| !(shared && written))
     }
 
-    /// Requests room on `rank` for the page at `ordinal`, which may be the next one, if there is none, or if it is shared with a fork
-    /// and the page is to be written. Returns the mirror to record once the rank has the room.
+    /// Requests room on `rank` for the page at `ordinal`, which may be the next page of the run: if the rank has no room for it, or if a
+    /// fork shares the copy there and the page is to be written. Returns the mirror to record once the rank has the room.
     fn set_aside(
         &self,
         front: &Front,

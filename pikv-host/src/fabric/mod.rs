@@ -100,9 +100,9 @@ impl Options {
 
     /// Makes each rank answer with one partial result a row, head and form of page in place of one a block: a hundredth of the bytes
     /// for long contexts, and other bits. With `n` blocks read in all and `r` ranks, each term of the two sums of an output takes part in
-    /// at most `d = ceil(log2 n) + runs + r` more additions. With `u = 2^-24`, an output differs by at most `4 d u / (1 - d u)` times the
-    /// largest magnitude of a value in its channel from that of one process, and the log-sum-exp by `2 d u / (1 - d u)`. (With a codec that
-    /// maps V, times the sum of magnitudes in the map's row.) Calls that need attention mass, for the caller or a policy, are exact
+    /// at most `d = ceil(log2 n) + runs + r` more additions. With `u = 2^-24`, an output differs from that of one process by at most
+    /// `4 d u / (1 - d u)` times the largest magnitude of a value in its channel (with a codec that maps V, times the sum of magnitudes in
+    /// the map's row), and the log-sum-exp by at most `2 d u / (1 - d u)`. Calls that need attention mass, for the caller or a policy, are exact
     /// regardless.
     pub fn fast(mut self, on: bool) -> Options {
         self.fast = on;

@@ -52,8 +52,8 @@ pub struct RankPlan {
     pub fast: Wire,
 }
 
-/// Bytes that the ranks of a fabric hold of one sequence, and traffic of a decode step of one row that reads all of it, averaged over the
-/// 256 steps in which a block is filled.
+/// Bytes that the ranks of a fabric hold of one sequence, and the traffic of a decode step of one row that reads all of it. Traffic is
+/// averaged over the 256 steps in which a block is filled.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Schedule {
@@ -94,7 +94,7 @@ impl fmt::Display for Schedule {
 
 impl Schedule {
     /// The schedule of a sequence with `filed[e]` tokens in run `e` of the experts ([`Cache::run_of`](crate::Cache::run_of)) in each
-    /// layer, where rank `of(t, e, h)` holds block `t` of run `e` of KV head `h`, with heads numbered across layers.
+    /// layer. Rank `of(t, e, h)` holds block `t` of run `e` of KV head `h`; heads are numbered across layers.
     /// O(blocks of all heads + layers * heads of a layer * ranks).
     ///
     /// # Errors

@@ -3,6 +3,7 @@
 use super::ask::{Ask, Listed};
 use crate::base::error::CudaError;
 use crate::base::error::Error;
+use crate::base::error::FabricError;
 use crate::base::parallel::threads;
 use crate::config::CacheConfig;
 use crate::config::shape::CacheShape;
@@ -21,8 +22,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Instant;
 
-/// The pages of one rank, in an arena with a budget of its own, and the attention over them, on the back end of its configuration, which
-/// may differ from that of other ranks.
+/// The pages of one rank, in an arena with a budget of its own, and the attention over them. The back end is that of its configuration, and
+/// may differ from other ranks'.
 ///
 /// A [`Fabric`](super::Fabric) delivers messages to it and returns its answers. It does not know sequences: a page has an id that is used
 /// once in a session, and a request for an unknown id is an error.
@@ -102,14 +103,17 @@ impl RankStore {
     /// Checks that the pages held match the arena's counts.
     ///
     /// # Errors
-    /// The mismatch.
-    pub fn check(&self) -> Result<(), String> {
+    /// [`FabricError::Counts`] for other bytes, [`FabricError::TwoOwners`] for a page that is held twice.
+    pub fn check(&self) -> Result<(), FabricError> {
         let held: u64 = self.pages.values().map(Page::bytes).sum();
         let counted: u64 = self.pool.arenas.bytes_by_shard().sum();
-        match (held == counted && counted == self.bytes(), self.pages.values().any(Page::is_shared)) {
-            (true, false) => Ok(()),
-            (false, _) => Err(format!("{held} bytes of pages, {counted} counted, {} taken", self.bytes())),
-            (_, true) => Err("a page has two owners".to_owned()),
+        let taken = self.bytes();
+        if held != counted || counted != taken {
+            return Err(FabricError::Counts { held, counted, taken });
+        }
+        match self.pages.iter().find(|(_, page)| page.is_shared()) {
+            Some((&page, _)) => Err(FabricError::TwoOwners { page }),
+            None => Ok(()),
         }
     }
 

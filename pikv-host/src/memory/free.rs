@@ -3,8 +3,8 @@
 /// Free pages of a chunk. They are allocated in the order of their addresses, cyclically, so that the pages of a step are also read
 /// in that order and the processor's prefetchers help.
 ///
-/// A run of pages that are read in order does best with adjacent pages: a page asks for the one after the last page of its run, and the
-/// first page of a run for the first of eight that are all free, which leaves room after it.
+/// A run is read fastest if its pages are adjacent. So a page asks for the place after the last page of its run; the first page of a run
+/// asks for the first of eight places that are all free, so that there is room after it.
 #[derive(Debug)]
 pub(super) struct Free {
     /// Bit `i % 64` of word `i / 64` is set if page `i` is free.

@@ -121,8 +121,8 @@ impl StepReport {
         layer * self.experts..(layer + 1) * self.experts
     }
 
-    /// Bytes of pages that attention in a layer read from lower tiers, and of wanted pages on other ranks of a fabric, once for each
-    /// counted row and KV head.
+    /// Bytes of pages that attention in a layer read from lower tiers, plus those of wanted pages on other ranks of a fabric. The latter count
+    /// once for each counted row and KV head.
     pub fn remote_bytes(&self, layer: usize) -> u64 {
         self.remote.get(layer).copied().unwrap_or(0)
     }

@@ -28,21 +28,59 @@ pub(crate) struct Chain {
     pub entries: Chunks<Entry>,
     /// The policy's state of each entry's tokens.
     pub kept: TokenStates,
-    /// Tokens that are read.
-    pub live: u32,
+    /// Tokens that are read: the sum over the entries.
+    live: u32,
     /// Tokens filed, including evicted ones.
     pub filed: u32,
     /// Ordinals of pages to which a rollback moves tokens back, so that they must stay in the first tier.
     pub tied: Vec<u32>,
     /// Upper bound of the evicted lanes in pages that still have tokens.
     pub dead: u32,
-    /// Over a fabric: pages before this ordinal are on their ranks, or evicted.
-    pub sent: u32,
+    /// Over a fabric: pages before this ordinal are on their ranks, or evicted, and need not be examined again.
+    sent: u32,
     /// Over a fabric: copies on ranks of pages of this process.
     pub mirrors: Mirrors,
 }
 
 impl Chain {
+    /// A run without pages; `kept` has no page either.
+    pub fn new(kept: TokenStates) -> Chain {
+        Chain { kept, ..Chain::default() }
+    }
+
+    /// A run of `entries` with tokens that no policy has seen, of which none was evicted.
+    pub fn of_entries(entries: Chunks<Entry>) -> Chain {
+        let next = entries.back().map_or(0, |entry| entry.ordinal + 1);
+        let filed = entries.iter().map(|entry| entry.fill).sum();
+        Chain { next, entries, live: filed, filed, ..Chain::default() }
+    }
+
+    /// Tokens that are read.
+    pub fn live(&self) -> u32 {
+        self.live
+    }
+
+    /// Over a fabric: first ordinal of the pages that may have to be sent.
+    pub fn sent(&self) -> u32 {
+        self.sent
+    }
+
+    /// Over a fabric: notes that pages before `ordinal` are on their ranks, or evicted.
+    pub fn pass_until(&mut self, ordinal: u32) {
+        self.sent = ordinal;
+    }
+
+    /// Over a fabric: has all pages examined again, as one may be back on the front. Copies on ranks are still right.
+    pub fn examine_again(&mut self) {
+        self.sent = 0;
+    }
+
+    /// Over a fabric: notes that tokens moved in pages before `ordinal`. Copies of these pages on ranks are void.
+    pub fn moved_before(&mut self, ordinal: u32) {
+        self.examine_again();
+        self.mirrors.forget(ordinal);
+    }
+
     /// Removes the first page, and evicted pages before it, if it takes no more tokens and all its tokens are before `seen`. A page that a
     /// rollback may open again stays: one packed by the token at `kept` or a later one. Returns the page, with its policy state if `noted`.
     pub fn slide(
@@ -327,6 +365,35 @@ impl Chain {
         let entry = std::mem::replace(entry, Entry { fill: entry.fill, ..gone });
         self.kept.free(i);
         Some(entry)
+    }
+
+    /// Index of the page at `ordinal`; adds an evicted page there if there is none.
+    pub fn listed(&mut self, ordinal: u32) -> usize {
+        let i = self.before(ordinal);
+        if self.entries.get(i).is_none_or(|entry| entry.ordinal != ordinal) {
+            self.entries.insert(i, Entry::gone(ordinal));
+            self.kept.insert(i);
+        }
+        i
+    }
+
+    /// Puts a page in the place of the one at its ordinal, if there is one, with the policy's state `rows` of its tokens where they were
+    /// freed. Tokens filed do not change.
+    pub fn put(&mut self, entry: Entry, rows: Option<&Apart>) {
+        let i = self.listed(entry.ordinal);
+        self.live += entry.live.count_ones();
+        self.live -= std::mem::replace(&mut self.entries[i], entry).live.count_ones();
+        self.kept.renew(i, rows);
+    }
+
+    /// Sets which lanes of page `i` were written, and which of them are read; none is pending. State of its tokens that was freed starts
+    /// from 0.
+    pub fn set_lanes(&mut self, i: usize, fill: u32, live: u32) {
+        let entry = &mut self.entries[i];
+        self.live += live.count_ones();
+        self.live -= entry.live.count_ones();
+        (entry.fill, entry.live, entry.pending) = (fill, live, 0);
+        self.kept.renew(i, None);
     }
 
     /// Packs the last page into `packed`; `by` is the position of the token that packs it.

@@ -107,16 +107,15 @@ impl Chain {
         let homes = self.homes_after(whose, &plan);
         self.move_tokens(whose, &mut plan, &ready.away);
         self.take_targets(whose, plan, ready, homes);
-        self.sent = 0;
         self.dead = self.count_dead();
-        self.mirrors.forget(self.entries.get(end).map_or(self.next, |entry| entry.ordinal));
+        self.moved_before(self.entries.get(end).map_or(self.next, |entry| entry.ordinal));
         self.sweep(kept);
         Ok(before)
     }
 
     /// Number of leading pages to compact, and their live tokens; `None` if it is not worth it.
     fn thinned(&mut self, kept: u32) -> Option<(usize, u32)> {
-        if self.dead < PAGE || self.dead * 4 < self.live {
+        if self.dead < PAGE || self.dead * 4 < self.live() {
             return None;
         }
         self.dead = self.count_dead();
@@ -137,7 +136,7 @@ impl Chain {
         let live: u32 = self.entries.range(..end).map(|entry| entry.live.count_ones()).sum();
         let pages = self.entries.range(..end).filter(|entry| !entry.is_gone()).count();
         let dead = pages as u32 * PAGE - live;
-        (dead >= PAGE && dead * 4 >= self.live).then_some((end, live))
+        (dead >= PAGE && dead * 4 >= self.live()).then_some((end, live))
     }
 
     /// Plans the moves of the `live` tokens of the first `end` pages.

@@ -10,7 +10,7 @@ use crate::memory::arena::{Near, Page, Reservation};
 use crate::memory::pool::Pool;
 use crate::pages::chain::Chain;
 use crate::pages::entry::{Away, Entry, Held};
-use crate::pages::filing::Layer;
+use crate::pages::filing::{Layer, Undo};
 use crate::pages::head::Head;
 use crate::pages::past::Past;
 use crate::pages::sealed::Sealed;
@@ -57,7 +57,7 @@ impl Layer {
         if cut.pool.hits().is_some() {
             return Some("hits are counted");
         }
-        let live = |head: &Head| head.chains.iter().map(|(_, chain)| chain.live).sum::<u32>();
+        let live = |head: &Head| head.chains.iter().map(|(_, chain)| chain.live()).sum::<u32>();
         // Ordinals that are missing belong to evicted pages whose tokens were rolled back.
         let gaps =
             |head: &Head| head.chains.iter().any(|(_, chain)| chain.entries.len() != chain.next as usize);
@@ -72,7 +72,7 @@ impl Layer {
         let Cut { pool, shape, len } = *cut;
         let slack = pool.shape.store.ring.slack();
         let known = self.known_from(&pool.shape, shape, len).saturating_sub(slack);
-        let forgot = pool.shape.config.experts > 1 && self.tags_from > known - known % PAGE;
+        let forgot = pool.shape.config.experts > 1 && self.tags.from() > known - known % PAGE;
         forgot.then_some("the experts of tokens that left a window are forgotten")
     }
 
@@ -101,8 +101,6 @@ impl Layer {
         let heads = self.heads.iter().zip(self.first_head..);
         let heads = heads.map(|(head, global)| head.cut(cut, (global, self.first_tile), pages));
         let heads = heads.collect::<Result<Vec<Head>, Error>>()?;
-        let tags = cut.len.saturating_sub(self.tags_from) as usize * inner.config.top_k as usize;
-        let tags = if inner.config.experts > 1 { tags.min(self.tags.len()) } else { 0 };
         // Tokens of the new ring that this layer filed, or filed ahead, are shared in those pages. Pages filed ahead for fewer tokens than
         // have left the ring since have other tokens after that point.
         let ahead = self.sealed.as_ref().filter(|sealed| sealed.until > self.filed);
@@ -117,13 +115,12 @@ impl Layer {
             store: self.store,
             first_tile: cut.first_tile(),
             filed: cut.left(),
-            tags: self.tags.first(tags),
-            tags_from: self.tags_from,
+            tags: self.tags.first(inner, cut.len),
             own_until: self.own_until,
             originals: VecDeque::new(),
             aging: VecDeque::new(),
             codecs: self.codecs.clone(),
-            undo: Vec::new(),
+            undo: Undo::default(),
             rule: None,
             past: Past::default(),
             owed: Vec::new(),
@@ -140,7 +137,7 @@ impl Layer {
         for (h, (head, global)) in self.heads.iter_mut().zip(heads).enumerate() {
             let (theirs, codec) = (&other.heads[h], self.codecs[h].as_ref());
             for (tile, page) in
-                (first..).zip(&mut head.ring).take_while(|(tile, _)| (tile + 1) * PAGE <= cut.len)
+                (first..).zip(head.ring.pages_mut()).take_while(|(tile, _)| (tile + 1) * PAGE <= cut.len)
             {
                 let ring = tile.checked_sub(other_first).and_then(|at| theirs.ring.get(at as usize));
                 let same = ring.filter(|ring| ring.positions() == page.positions()).cloned();
@@ -206,10 +203,8 @@ impl Head {
                 },
             });
         }
-        let mut states = self.states.clone();
-        states.truncate(0);
-        ring.iter().for_each(|_| states.push_back());
-        Ok(Head { ring, chains, states, own: self.own.clone(), ghosts: Default::default() })
+        let ring = self.ring.of_pages(ring);
+        Ok(Head { ring, chains, own: self.own.clone(), ghosts: Default::default() })
     }
 
     /// A page of a run with the tokens of a ring tile at the same lanes, on the same shard.
@@ -295,12 +290,12 @@ impl Chain {
         let left = cut.left();
         let pages_of_it = self.first_of(left);
         // Nothing was evicted and there is no policy state, so whole pages are unchanged.
-        let mut chain = Chain { entries: self.entries.first(pages_of_it), ..Chain::default() };
-        let Some(last) = pages_of_it.checked_sub(1) else { return Ok(chain) };
+        let mut entries = self.entries.first(pages_of_it);
+        let Some(last) = pages_of_it.checked_sub(1) else { return Ok(Chain::default()) };
         // All tokens of a page come before those of the next.
         let fill = self.tokens_of(last, left);
-        if fill < chain.entries[last].fill {
-            let entry = &mut chain.entries[last];
+        if fill < entries[last].fill {
+            let entry = &mut entries[last];
             (entry.fill, entry.live, entry.bounds) = (fill, filled(fill), None);
             if let Held::Away(Away { slot, .. }) = &entry.held {
                 let shard = cut.pool.shape.shard_of(chain_place(c), entry.ordinal, global);
@@ -309,9 +304,6 @@ impl Chain {
                 entry.held = Held::Open(page);
             }
         }
-        chain.next = chain.entries[last].ordinal + 1;
-        chain.filed = chain.entries.iter().map(|entry| entry.fill).sum();
-        chain.live = chain.filed;
-        Ok(chain)
+        Ok(Chain::of_entries(entries))
     }
 }

@@ -3,7 +3,6 @@
 
 pub mod save;
 
-use crate::base::chunks::Chunks;
 use crate::base::deque::first_if;
 use crate::base::error::Error;
 use crate::config::HeadCodecs;
@@ -17,6 +16,8 @@ use crate::pages::head::{Filed, Head};
 use crate::pages::past::Past;
 use crate::pages::runs::Runs;
 use crate::pages::sealed::Sealed;
+use crate::pages::tags::Tags;
+use crate::pages::tiles::Tiles;
 use crate::policy::rule::Rule;
 use crate::policy::state::TokenStates;
 use pikv_core::page::PAGE;
@@ -33,8 +34,32 @@ pub(crate) struct Original {
     by: u32,
 }
 
-/// Experts of tokens. A layer without a policy or a window keeps those of all tokens; forks share them.
-pub(crate) type Tags = Chunks<u16, 1024>;
+/// Shared pages that a step copied before it wrote to them: the head, the chain (or the ring if `None`), and the original, which is put
+/// back if the step is dropped.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Undo(Vec<(usize, Option<usize>, Page)>);
+
+impl Undo {
+    /// Notes the original of a page of a head's ring, if it was copied.
+    pub fn note_ring(&mut self, head: usize, original: Option<Page>) {
+        self.0.extend(original.map(|page| (head, None, page)));
+    }
+
+    /// Notes the original of a page of a run, if it was copied.
+    fn note_run(&mut self, head: usize, chain: usize, original: Option<Page>) {
+        self.0.extend(original.map(|page| (head, Some(chain), page)));
+    }
+
+    /// Drops the originals, because the step was committed.
+    pub fn forget(&mut self) {
+        self.0.clear();
+    }
+
+    /// Bytes of the list, from its capacity.
+    fn table_bytes(&self) -> usize {
+        self.0.capacity() * size_of::<(usize, Option<usize>, Page)>()
+    }
+}
 
 /// One layer of a sequence.
 #[derive(Clone, Debug)]
@@ -48,9 +73,8 @@ pub(crate) struct Layer {
     pub first_tile: u32,
     /// Tokens that left the ring: positions `0..filed` are in the chains, or evicted.
     pub filed: u32,
-    /// Experts of positions `tags_from..`, `top_k` each.
+    /// Experts of tokens, up to those of the step under way.
     pub tags: Tags,
-    pub tags_from: u32,
     /// Tokens before this position are in runs of their own experts.
     pub own_until: u32,
     /// Packed pages with an original, by ascending `by`.
@@ -59,9 +83,8 @@ pub(crate) struct Layer {
     pub aging: VecDeque<Original>,
     /// The heads' codecs.
     pub codecs: HeadCodecs,
-    /// Shared pages that the current step copied: the head, the chain (or the ring if `None`), and the original, which is
-    /// put back if the step is dropped.
-    pub undo: Vec<(usize, Option<usize>, Page)>,
+    /// Shared pages that the step under way copied.
+    pub undo: Undo,
     /// Eviction of the layer.
     pub rule: Option<Arc<Rule>>,
     /// Evictions and compactions that a rollback undoes.
@@ -84,8 +107,7 @@ impl Layer {
         let states = rule.as_deref().map_or_else(TokenStates::default, Rule::kept);
         let kept = rule.as_ref().map_or((0, 0), |rule| (rule.words, rule.versions));
         let chains = Runs::new(store.experts, kept);
-        let head =
-            Head { ring: VecDeque::new(), chains, states, own: vec![0.0; own], ghosts: Ghosts::default() };
+        let head = Head { ring: Tiles::new(states), chains, own: vec![0.0; own], ghosts: Ghosts::default() };
         Layer {
             heads: vec![head; shape.kv_heads as usize],
             first_head,
@@ -93,12 +115,11 @@ impl Layer {
             first_tile: 0,
             filed: 0,
             tags: Tags::default(),
-            tags_from: 0,
             own_until: 0,
             originals: VecDeque::new(),
             aging: VecDeque::new(),
             codecs,
-            undo: Vec::new(),
+            undo: Undo::default(),
             rule,
             past: Past::default(),
             owed: Vec::new(),
@@ -123,16 +144,17 @@ impl Layer {
     /// Experts of the token at `position`, first choice first; none if they are not known. Expert 0 for a model with one
     /// expert.
     pub fn experts(&self, inner: &CacheShape, position: u32) -> impl Iterator<Item = u16> + use<'_> {
-        experts(inner, &self.tags, self.tags_from, position)
+        self.tags.experts(inner, position)
     }
 
     /// Home expert of the token at `position`; 0 for a model with one expert.
     pub fn home(&self, inner: &CacheShape, position: u32) -> u16 {
-        if inner.config.experts == 1 {
-            return 0;
-        }
-        let at = (position - self.tags_from) as usize * inner.config.top_k as usize;
-        self.tags[at]
+        self.tags.home(inner, position)
+    }
+
+    /// Adds the experts of the step's tokens, `[tokens][top_k]`, under which they are filed.
+    pub fn route(&mut self, chosen: &[u16]) {
+        self.tags.add(chosen);
     }
 
     /// Files the tokens before position `left`; their experts must be known.
@@ -184,7 +206,7 @@ impl Layer {
                         Filed { inner, shape, chain: c, home, position, head, first_tile, ahead, aliased };
                     let codec = self.codecs[h].as_ref().filter(|_| c > 0);
                     let filed = self.heads[h].file(&token, codec, pages, &mut shared);
-                    self.undo.extend(shared.map(|page| (h, Some(c), page)));
+                    self.undo.note_run(h, c, shared);
                     if let Err(error) = filed {
                         for head in &mut self.heads[..h] {
                             if let Some((page, lane)) = head.chains[c].newest() {
@@ -283,13 +305,9 @@ impl Layer {
         }
         let tiles = len.div_ceil(PAGE).saturating_sub(self.first_tile) as usize;
         for head in &mut self.heads {
-            head.ring.truncate(tiles);
-            head.states.truncate(tiles);
+            head.ring.truncate_tiles(tiles);
         }
-        if inner.config.experts > 1 {
-            let tags = len.saturating_sub(self.tags_from) as usize * inner.config.top_k as usize;
-            self.tags.truncate(tags);
-        }
+        self.tags.truncate(inner, len);
     }
 
     /// Undoes a step: removes the tokens after `len`, and puts original pages back.
@@ -297,10 +315,10 @@ impl Layer {
         self.truncate(inner, shape, len);
         // A copied page was not full, so it is the last of its run again once the step's tokens are removed; unless the page is one that
         // was filed ahead. The first copy is undone last.
-        for (head, chain, original) in self.undo.drain(..).rev() {
+        for (head, chain, original) in self.undo.0.drain(..).rev() {
             let head = &mut self.heads[head];
             let page = match chain {
-                None => head.ring.back_mut(),
+                None => head.ring.newest_mut(),
                 Some(c) => match head.chains[c].entries.back_mut() {
                     Some(Entry { held: Held::Open(page), .. }) => Some(page),
                     _ => None,
@@ -318,8 +336,7 @@ impl Layer {
         let first = ring.tiles(len, len).start;
         while self.first_tile < first {
             for head in &mut self.heads {
-                head.ring.pop_front();
-                head.states.pop_front();
+                head.ring.pop_tile();
             }
             self.first_tile += 1;
         }
@@ -358,7 +375,7 @@ impl Layer {
         // A rollback needs the experts known at its target; those of a partial tile stay, because bounds of its pages are still to be
         // computed.
         let known = self.known_from(&pool.shape, shape, len).saturating_sub(ring.slack());
-        self.forget_experts(&pool.shape, known - known % PAGE);
+        self.tags.forget(&pool.shape, known - known % PAGE);
         self.settle(pool, shape, len);
     }
 
@@ -388,26 +405,16 @@ impl Layer {
         }
     }
 
-    /// Drops the experts of tokens before `position`.
-    fn forget_experts(&mut self, inner: &CacheShape, position: u32) {
-        if inner.config.experts > 1 && position > self.tags_from {
-            let tags = (position - self.tags_from) as usize * inner.config.top_k as usize;
-            self.tags.drop_front(tags);
-            self.tags.tighten();
-            self.tags_from = position;
-        }
-    }
-
     /// Bytes of the layer's lists, from their capacities. `O(experts + pages)`.
     pub fn table_bytes(&self) -> u64 {
         let head = |head: &Head| {
-            let lists = head.ring.capacity() * size_of::<Page>() + head.own.capacity() * size_of::<f32>();
-            lists as u64 + head.states.bytes() + head.ghosts.table_bytes() + head.chains.table_bytes()
+            let own = head.own.capacity() * size_of::<f32>();
+            head.ring.table_bytes() + own as u64 + head.ghosts.table_bytes() + head.chains.table_bytes()
         };
         let lists = self.heads.capacity() * size_of::<Head>()
             + self.tags.bytes()
             + (self.originals.capacity() + self.aging.capacity()) * size_of::<Original>()
-            + self.undo.capacity() * size_of::<(usize, Option<usize>, Page)>()
+            + self.undo.table_bytes()
             + self.owed.capacity() * size_of::<(usize, usize)>();
         let sealed = self.sealed.as_ref().map_or(0, Sealed::table_bytes);
         lists as u64 + sealed + self.past.table_bytes() + self.heads.iter().map(head).sum::<u64>()
@@ -418,17 +425,4 @@ impl Layer {
 /// a window.
 fn seen_from(inner: &CacheShape, shape: &LayerShape, len: u32) -> Option<u32> {
     Some(len.saturating_sub(shape.window?.saturating_add(inner.store.ring.slack())))
-}
-
-/// Experts of the token at `position`; `tags` are those from position `from` on.
-pub(crate) fn experts<'a>(
-    inner: &CacheShape,
-    tags: &'a Tags,
-    from: u32,
-    position: u32,
-) -> impl Iterator<Item = u16> + use<'a> {
-    let (top_k, end) = (inner.config.top_k as usize, tags.len());
-    let at = position.checked_sub(from).map_or(end, |row| (row as usize * top_k).min(end));
-    let only = (inner.config.experts == 1).then_some(0);
-    only.into_iter().chain(tags.range(at..(at + top_k).min(end)).copied())
 }

@@ -10,21 +10,18 @@ use crate::pages::entry::{Entry, Held};
 use crate::pages::ghosts::Ghosts;
 use crate::pages::runs::Runs;
 use crate::pages::sealed::Sealed;
-use crate::policy::state::TokenStates;
+use crate::pages::tiles::Tiles;
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{PAGE, Position, Slot};
 use pikv_core::plan::LayerShape;
-use std::collections::VecDeque;
 
 /// One KV head of one layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Head {
-    /// Tiles by position, from the layer's `first_tile`.
-    pub ring: VecDeque<Page>,
+    /// The ring, from the layer's `first_tile`.
+    pub ring: Tiles,
     /// The sinks, then each expert.
     pub chains: Runs,
-    /// The policy's state of tokens in each tile of the ring.
-    pub states: TokenStates,
     /// The policy's state of the head, a version for each length that a rollback can return to.
     pub own: Vec<f32>,
     /// Bounds of the pages that a row can want.
@@ -142,7 +139,7 @@ impl Head {
         }
         let to = *fill;
         let to = (chain.entries.len() - 1, to);
-        chain.kept.copy(0..chain.kept.versions(), &self.states, (from, lane), to);
+        chain.kept.copy(0..chain.kept.versions(), self.ring.states(), (from, lane), to);
         chain.wrote(c, token.home);
         if c > 0
             && inner.config.bounds

@@ -15,3 +15,5 @@ pub mod saved;
 pub mod seal;
 pub mod sealed;
 pub mod settle;
+pub mod tags;
+pub mod tiles;

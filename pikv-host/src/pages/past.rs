@@ -324,22 +324,8 @@ impl Chain {
 
     /// Restores a page, and the policy's state of its tokens.
     fn put_back(&mut self, entry: Entry, rows: Option<&Apart>) {
-        let i = self.listed(entry.ordinal);
-        let live = entry.live.count_ones();
-        let now = std::mem::replace(&mut self.entries[i], entry);
-        self.live = self.live + live - now.live.count_ones();
-        self.kept.renew(i, rows);
-        self.sent = 0;
-    }
-
-    /// Index of the page at `ordinal`; inserts an evicted entry if there is none.
-    fn listed(&mut self, ordinal: u32) -> usize {
-        let i = self.before(ordinal);
-        if self.entries.get(i).is_none_or(|entry| entry.ordinal != ordinal) {
-            self.entries.insert(i, Entry::gone(ordinal));
-            self.kept.insert(i);
-        }
-        i
+        self.put(entry, rows);
+        self.examine_again();
     }
 
     /// Undoes [`Chain::compact`].
@@ -350,7 +336,7 @@ impl Chain {
         pages: &mut Reservation,
     ) -> Result<(), Error> {
         let Compacted { pages: before, moves } = compacted;
-        self.mirrors.forget(before.last().map_or(0, |page| page.ordinal + 1));
+        self.moved_before(before.last().map_or(0, |page| page.ordinal + 1));
         let places: Vec<usize> = before.iter().map(|page| self.listed(page.ordinal)).collect();
         // All reads come before the first write.
         let words = self.rewritten(whose.shape, &before, &places, &moves)?;
@@ -362,21 +348,18 @@ impl Chain {
             {
                 self.rewrite(whose, i, &words, pages)?;
             }
+            self.set_lanes(i, page.fill, page.live);
             let entry = &mut self.entries[i];
-            self.live = self.live + page.live.count_ones() - entry.live.count_ones();
-            (entry.fill, entry.live, entry.pending) = (page.fill, page.live, 0);
             (entry.bounds, entry.homes) = (page.bounds, page.homes);
             if let Was::Replaced(held) = page.was {
                 entry.held = held;
             }
-            self.kept.renew(i, None);
         }
         for Went { from, to } in moves.iter().rev() {
             if let (Some(a), Some(b)) = (self.index(to.0), self.index(from.0)) {
                 self.kept.shift((a, to.1), (b, from.1));
             }
         }
-        self.sent = 0;
         Ok(())
     }
 

@@ -95,7 +95,7 @@ impl IndexMut<usize> for Runs {
             let (words, versions) = self.kept;
             // No policy ranks sinks.
             let kept = if c > 0 { TokenStates::new(words, versions) } else { TokenStates::default() };
-            self.made.insert(at, (c, Box::new(Chain { kept, ..Chain::default() })));
+            self.made.insert(at, (c, Box::new(Chain::new(kept))));
             at
         });
         &mut self.made[at].1

@@ -1,36 +1,52 @@
 //! C_Ch: evicts whole chunks of neighbouring tokens, ChunkKV (arXiv 2502.00299).
 
 use super::{Candidates, Feedback, HeadSeen, Policy, Scope, Seen, Token};
+use pikv_core::rope::Rope;
 use pikv_core::warp::LANES;
+use std::num::NonZeroU32;
 
 /// Averages the utilities of another policy over chunks: positions `0..size`, `size..2 size` and so on. If the budget ends within a
-/// chunk, its older tokens are evicted.
+/// chunk, its older tokens are evicted. In all else it is the other policy: the same feedback, sinks, state, threshold and so on.
 #[derive(Clone, Copy, Debug)]
 pub struct Chunks<P> {
     of: P,
-    size: u32,
+    size: NonZeroU32,
 }
 
 impl<P: Policy> Chunks<P> {
-    /// Chunks of `size` positions, ranked by `of`; the paper uses 10 with SnapKV's scores. A size of 0 is taken as 1.
-    pub fn new(of: P, size: u32) -> Chunks<P> {
-        Chunks { of, size: size.max(1) }
+    /// Chunks of `size` positions, ranked by `of`; the paper uses 10 with SnapKV's scores.
+    pub fn new(of: P, size: NonZeroU32) -> Chunks<P> {
+        Chunks { of, size }
     }
 }
 
+// Forwards every method but `name`, `parameters` and `rank`; the lint finds one that was left to its default.
+#[deny(clippy::missing_trait_methods)]
 impl<P: Policy> Policy for Chunks<P> {
     fn name(&self) -> &str {
         "ChunkKV"
     }
 
     fn parameters(&self, to: &mut dyn FnMut(&[u8])) {
-        to(&self.size.to_le_bytes());
+        to(&self.size.get().to_le_bytes());
         to(self.of.name().as_bytes());
         self.of.parameters(to);
     }
 
     fn feedback(&self) -> Feedback {
         self.of.feedback()
+    }
+
+    fn wants_hits(&self) -> bool {
+        self.of.wants_hits()
+    }
+
+    fn rotation(&self) -> Option<Rope> {
+        self.of.rotation()
+    }
+
+    fn sinks(&self) -> u32 {
+        self.of.sinks()
     }
 
     fn words(&self) -> usize {
@@ -71,6 +87,15 @@ impl<P: Policy> Policy for Chunks<P> {
             utility[first..end].fill(mean);
             first = end;
         }
+    }
+
+    /// Means of chunks keep the order by age, and of equals the older is evicted first.
+    fn oldest_first(&self) -> bool {
+        self.of.oldest_first()
+    }
+
+    fn lean(&self, head: &[f32]) -> Option<f32> {
+        self.of.lean(head)
     }
 
     fn threshold(&self, head: &[f32]) -> Option<f32> {

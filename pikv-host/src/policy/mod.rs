@@ -43,7 +43,7 @@ pub use budget::Budget;
 pub use candidates::Candidates;
 pub(crate) use candidates::{Candidate, Source, pinned};
 pub use chunks::Chunks;
-pub use duo::Duo;
+pub use duo::{Duo, DuoError};
 pub use duo_lit::DuoLit;
 pub use expected_attention::ExpectedAttention;
 pub use fast_v::{FastVFollows, FastVReceived, fast_v};
@@ -71,26 +71,32 @@ pub(crate) fn worth(utility: f32) -> f32 {
 
 /// Attention mass that a policy gets after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Feedback {
     /// None: attention runs as fast as without a policy.
     None,
     /// The mass of every token, summed over all rows.
     Mass,
-    /// The mass of every token, from the last rows of a step, as many as given, and from each row that can be rolled back (a rollback may
-    /// make it the last).
+    /// The mass of every token, from the given number of last rows of a step. Also from each row that can be rolled back, because a rollback
+    /// may make it the last.
     LastMass(u32),
 }
 
 /// Gives tokens their utilities. One value serves all layers and heads; state is kept for each token and each head.
 ///
-/// Only [`rank`](Policy::rank) is required. A policy that keeps all its state in `state` is forked and rolled back by the cache.
+/// Only [`name`](Policy::name) and [`rank`](Policy::rank) are required. A policy that wraps another forwards all its methods;
+/// `#[deny(clippy::missing_trait_methods)]` on its `impl` finds one that it forgets. A policy that keeps all its state in `state` is
+/// forked and rolled back by the cache.
 pub trait Policy: fmt::Debug + Send + Sync {
     /// Name of the policy in reports.
     fn name(&self) -> &str;
 
-    /// The attention mass that it needs. Mass costs a second pass over the scores, which are stored meanwhile in 4 bytes a row, head and
-    /// token; from one step to the next it takes 4 bytes a layer, KV head and token, once for a step's rows and once for each row that can
-    /// be rolled back.
+    /// The attention mass that it needs. Mass costs
+    ///
+    /// * time: a second pass over the scores;
+    /// * during a call 4 bytes a row, query head and token, for the scores;
+    /// * from one step to the next 4 bytes a layer, KV head and token, once for the step's rows and once for each row that can be rolled
+    ///   back.
     fn feedback(&self) -> Feedback {
         Feedback::None
     }
@@ -175,6 +181,7 @@ pub trait Policy: fmt::Debug + Send + Sync {
 
 /// The heads over which utilities are added before tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Scope {
     /// Each head by itself.
     Head,

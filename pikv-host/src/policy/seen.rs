@@ -180,10 +180,11 @@ pub struct HeadSeen<'a> {
     pub rows: u32,
     /// Their queries, `[rows][group][k_dim]`, as given to attention; empty unless the policy keeps state of heads.
     pub queries: &'a [f32],
-    /// Pages that the rows wanted and that lay in the first tier, in 32nds of a page ([`Hits`](crate::rules::Hits)). 0 unless the policy
+    /// Pages that the rows wanted and that lay in the first tier ([`Hits`](crate::rules::Hits)), summed over the rows. A page that lost
+    /// tokens counts by the share that it holds, so the unit is a page and the resolution 1/32. 0 unless the policy
     /// [wants hits](super::Policy::wants_hits).
     pub hits: f32,
-    /// Pages that the rows wanted and that were evicted or lay in another tier.
+    /// Pages that the rows wanted and that were evicted or lay in another tier, and the missing shares of the others; in the same unit.
     pub misses: f32,
     /// Rows whose wanted pages were counted and that wanted at least one.
     pub asked: u32,

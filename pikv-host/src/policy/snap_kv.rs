@@ -3,8 +3,8 @@
 use super::{Candidates, Feedback, Policy, Seen};
 use pikv_core::warp::LANES;
 
-/// `u` = mean attention from the last `window` rows, averaged over `pool` neighbours by position, so that neighbours of an important token
-/// are kept with it (near the ends fewer neighbours are added, with the same divisor, as in the paper's code).
+/// `u` = mean attention from the last `window` rows, averaged over `pool` neighbours by position: neighbours of an important token are kept
+/// with it. Near the ends fewer neighbours are added, with the same divisor, as in the paper's code.
 ///
 /// Rows of one step replace their share of the mean, so a step of at least `window` rows, such as a prompt, resets it. Rows that can be
 /// rolled back are observed one by one, each replacing `1 / window`. With a rollback, a prompt's earlier rows

@@ -1,10 +1,11 @@
-//! Which tokens of a step its sequences still have after rollbacks: sequences carry tickets, a loop counts by them what routers must unlearn.
+//! Tokens of a step that its sequences still have after rollbacks. A sequence holds a ticket for each step of a loop; the loop reads from the
+//! tickets how many tokens its routers must unlearn.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// How many tokens that sequences brought to a step together are left: as many as the one has that took back the fewest. A fork has them in
-/// common with its original; what a sequence had when it was dropped stays.
+/// Tokens of a step that are left: of a sequence and its forks, which have them in common, the largest number that one of them still has. A
+/// dropped sequence keeps the number that it had.
 #[derive(Debug, Default)]
 pub(crate) struct TokensLeft(Mutex<Counts>);
 

@@ -25,8 +25,8 @@ pub(super) fn store<W: Warp, const PART: usize>(w: W, x: W::F, row: &mut [f32; L
 
 /// Rows that lanes of few registers compute together, half of the lanes at a time.
 ///
-/// With 16 registers 2 rows of 32 lanes are 8 chains, as many as are in flight while one multiply-add takes its 4 cycles on 2 units, and
-/// each word loaded serves 2 rows; 6 rows of 16 lanes are 12 chains, and each word serves 6. (The loop alone on Zen 3: 0.84 of the peak
+/// 16 registers hold 2 rows of 32 lanes or 6 rows of 16 lanes. 2 rows are 8 chains, just enough for 2 units on which a multiply-add takes 4
+/// cycles, and each word loaded serves 2 rows. 6 rows are 12 chains, and each word serves 6. (The loop alone on Zen 3: 0.84 of the peak
 /// against 0.69.)
 pub(super) const SIX: usize = 6;
 

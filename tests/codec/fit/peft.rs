@@ -68,7 +68,7 @@ fn the_span_of_each_heads_rows_is_kept_and_no_more() {
         let fitted = load(&adapter(dtype, Some(HIDDEN)), PeftUse::Span).unwrap();
         for (side, dim, m) in [(fitted.k(), 6usize, 1u64), (fitted.v(), 4, 2)] {
             let side = side.unwrap();
-            assert_eq!((side.row.as_str(), side.maps.len()), ("C_Lo", 4));
+            assert_eq!((side.method.as_str(), side.maps.len()), ("C_Lo", 4));
             for (at, map) in side.maps.iter().enumerate() {
                 let (layer, head) = (at as u64 / 2, at % 2);
                 let b = matrix(layer * 16 + m * 2 + 1, 2 * dim * RANK);

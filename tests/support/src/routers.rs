@@ -5,7 +5,7 @@ use pikv::router::{Feedback, RouteError, Router, RouterKind, RouterState, Routes
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// One of pikv's routers behind another type: it knows no device, and refuses rows while `refuses` is set.
+/// One of pikv's routers behind another type: it has no plan for a device, and refuses rows while `refuses` is set.
 #[derive(Debug)]
 pub struct Wrapped {
     pub router: Box<dyn Router>,
@@ -34,6 +34,12 @@ impl Router for Wrapped {
     }
     fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {
         self.router.observe(feedback)
+    }
+    fn wants_hits(&self) -> bool {
+        self.router.wants_hits()
+    }
+    fn saves(&self) -> Result<(), RouteError> {
+        self.router.saves()
     }
     fn discard(&mut self) {
         self.router.discard();

@@ -105,6 +105,22 @@ pub enum FabricError {
     /// A call that needs a cache over a fabric.
     #[error("the cache is not over a fabric; build it with Cache::over")]
     None,
+    /// The pages of a rank have other bytes than its memory counts.
+    #[error("the pages held take {held} bytes; the memory counts {counted} by shard and {taken} in all")]
+    Counts {
+        /// Bytes of the pages held.
+        held: u64,
+        /// Bytes counted, summed over the shards.
+        counted: u64,
+        /// Bytes taken of the budget.
+        taken: u64,
+    },
+    /// A page of a rank has a second owner.
+    #[error("page {page} has two owners")]
+    TwoOwners {
+        /// Number of the page, unique for ever.
+        page: u64,
+    },
     /// The transport failed.
     #[error("the transport failed: {0}")]
     Transport(String),

@@ -20,6 +20,7 @@ use thiserror::Error;
 
 /// An operation of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum TierOperation {
     /// Create a store.
     Open,

@@ -6,6 +6,7 @@ use thiserror::Error;
 
 /// An operation on a saved sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum SaveOperation {
     /// Write the sequence.
     Write,

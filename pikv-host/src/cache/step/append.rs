@@ -108,12 +108,10 @@ impl Target<'_> {
                 if at == head.ring.len() {
                     let shard = inner.shape.shard_of(crate::base::ids::Place::Ring, tile, global_head);
                     let near = Near::next(head.ring.back());
-                    head.ring.push_back(pages.take(shard, layout.words(), near)?);
-                    head.states.push_back();
+                    head.ring.push_tile(pages.take(shard, layout.words(), near)?);
                 }
-                let page = &mut head.ring[at];
-                let shared = pages.own(layout, page, lane)?;
-                state.undo.extend(shared.map(|page| (h, None, page)));
+                let (page, states) = head.ring.tile_mut(at);
+                state.undo.note_ring(h, pages.own(layout, page, lane)?);
                 for p in position..new.min((tile + 1) * PAGE) {
                     let row = first_row + (p - old) as usize;
                     let token = tokens.row(layout, row * heads + h, room);
@@ -146,7 +144,7 @@ impl Target<'_> {
                         let seen = token.or((!rule.reads_tokens).then_some((&[], &[])));
                         if let Some((key, value)) = seen {
                             let token = Token { layer, kv_head: h, position: Position(p), key, value };
-                            rule.born(&token, &mut head.states, at);
+                            rule.born(&token, states, at);
                         }
                     }
                 }

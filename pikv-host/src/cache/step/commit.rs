@@ -146,7 +146,7 @@ impl Part<'_> {
             report.logical_bytes += bits * u64::from(len) / 8;
         }
         for (layer, shape) in layers.iter_mut().zip(&inner.shape.config.layers) {
-            layer.undo.clear();
+            layer.undo.forget();
             layer.remember(&inner.pool, shape, len);
             layer.release(&inner.pool, shape, len);
         }

@@ -169,7 +169,7 @@ impl Step<'_> {
                             let position = Position(position);
                             let token = Token { layer, kv_head: h, position, key, value };
                             if let Some(rule) = state.rule.as_deref() {
-                                rule.born(&token, &mut head.states, at);
+                                rule.born(&token, head.ring.states_mut(), at);
                             }
                         }
                     }

@@ -18,7 +18,7 @@ impl Step<'_> {
     /// let (mut long, mut short) = (cache.sequence(), cache.sequence());
     /// for n in [500, 1] {
     ///     let mut step = cache.begin([(&mut long, n), (&mut short, 1)])?;
-    ///     step.reads(0, ReadPages::Quest { pages: 4 })?;           // the short one reads all
+    ///     step.set_read(0, ReadPages::Quest { pages: 4 })?;        // the short one reads all
     ///     let rows = vec![0.5; step.rows() * 4];
     ///     step.append(0, &rows, &rows)?;
     ///     step.attend(0, &rows, &Attend::new(0.5), AttendOutput::new(&mut vec![0.0; rows.len()]))?;
@@ -29,7 +29,7 @@ impl Step<'_> {
     ///
     /// # Errors
     /// [`Error::NotInStep`]; [`Error::NoBounds`] for [`ReadPages::Quest`] in a cache without [`bounds`](crate::CacheConfig::bounds).
-    pub fn reads(&mut self, sequence: usize, read: ReadPages) -> Result<(), Error> {
+    pub fn set_read(&mut self, sequence: usize, read: ReadPages) -> Result<(), Error> {
         if matches!(read, ReadPages::Quest { .. }) && !self.inner.shape.config.bounds {
             return Err(Error::NoBounds);
         }
@@ -38,12 +38,12 @@ impl Step<'_> {
     }
 
     /// Sets whether the rows of one sequence treat sinks as adjacent to the oldest held token, in all later calls of
-    /// [`attend`](Step::attend) in the step, instead of [`Attend::closed_gaps`]. `sequence` as in [`reads`](Step::reads).
+    /// [`attend`](Step::attend) in the step, instead of [`Attend::closed_gaps`]. `sequence` as in [`set_read`](Step::set_read).
     ///
     /// # Errors
     /// [`Error::NotInStep`]. For a layer that stores keys after their rotation, [`attend`](Step::attend) then returns
     /// [`Error::NoRotation`].
-    pub fn closes_gaps(&mut self, sequence: usize, on: bool) -> Result<(), Error> {
+    pub fn set_closed_gaps(&mut self, sequence: usize, on: bool) -> Result<(), Error> {
         self.part_mut(sequence)?.closed_gaps = Some(on);
         Ok(())
     }

@@ -5,12 +5,14 @@ use crate::base::error::{Error, SaveError};
 use crate::base::fields::{Fields, content, put_floats, sure};
 use crate::base::ids::Place;
 use crate::config::shape::CacheShape;
-use crate::memory::arena::Near;
+use crate::memory::arena::{Near, Page};
 use crate::pages::entry::{Entry, Held};
 use crate::pages::ghosts::Ghosts;
 use crate::pages::saved::{In, Out, Words};
+use crate::pages::tags::Tags;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::plan::LayerShape;
+use std::collections::VecDeque;
 
 /// Length of a sequence and reach of its rollback.
 #[derive(Clone, Copy)]
@@ -25,10 +27,10 @@ pub(crate) struct Reach {
 impl Head {
     /// Adds the ring, the policy's state of it and of the head, the known pages, and the runs with filed tokens.
     pub fn save<'a>(&'a self, layout: &'a Layout, first_tile: u32, reach: Reach, to: &mut Out<'a>) {
-        for (tile, page) in (first_tile..).zip(&self.ring) {
+        for (tile, page) in (first_tile..).zip(self.ring.iter()) {
             to.pages.push(Words::plain(page, layout, (reach.len - tile * PAGE).min(PAGE)));
         }
-        self.states.save(&mut to.fields, |_| true);
+        self.ring.states().save(&mut to.fields, |_| true);
         put_floats(&mut to.fields, &self.own);
         self.ghosts.save(&mut to.fields);
         let runs = self.chains.iter().filter(|(_, chain)| !chain.is_fresh());
@@ -43,12 +45,10 @@ impl Head {
 impl Layer {
     /// Adds the experts of tokens.
     pub fn save_tags(&self, to: &mut Vec<u32>) {
-        to.push(self.tags_from);
-        let half = |at: usize| self.tags.get(at).map_or(0, |tag| u32::from(*tag));
-        to.extend((0..self.tags.len()).step_by(2).map(|at| half(at) | half(at + 1) << 16));
+        self.tags.save(to);
     }
 
-    /// Reads the data of [`Layer::save_tags`].
+    /// Reads the data of [`Layer::save_tags`], and sets what follows from `reach`.
     ///
     /// # Errors
     /// [`content`] for invalid data.
@@ -60,17 +60,8 @@ impl Layer {
     ) -> Result<(), Error> {
         let Reach { len, kept, .. } = reach;
         (self.filed, self.first_tile) = (inner.store.ring.left(len), kept / PAGE);
-        self.tags_from = from.word()?;
-        let (experts, top_k) = (inner.config.experts, inner.config.top_k as usize);
-        if experts == 1 {
-            return sure(self.tags_from == 0, "experts where there is one");
-        }
-        let known = self.tags_from <= self.first_tile * PAGE && self.tags_from.is_multiple_of(PAGE);
-        sure(known, "tokens of the ring without their experts")?;
-        let n = (len - self.tags_from) as usize * top_k;
-        let words = from.slice(n.div_ceil(2))?;
-        self.tags = (0..n).map(|at| (words[at / 2] >> (at % 2 * 16)) as u16).collect();
-        sure(self.tags.iter().all(|tag| u32::from(*tag) < experts), "an expert that is not there")
+        self.tags = Tags::load(from, inner, len, self.first_tile)?;
+        Ok(())
     }
 
     /// Reads the data of [`Head::save`] for head `h`.
@@ -87,17 +78,18 @@ impl Layer {
     ) -> Result<(), Error> {
         let (layout, len) = (&shape.layout, reach.len);
         let tiles = self.first_tile..len.div_ceil(PAGE);
+        let mut ring: VecDeque<Page> = VecDeque::with_capacity(tiles.len());
         for tile in tiles.clone() {
             let shard = inner.shard_of(Place::Ring, tile, self.first_head + h as u32);
-            let near = Near::next(self.heads[h].ring.back());
+            let near = Near::next(ring.back());
             let Some(page) = input.wanted(shard, layout.words(), near)? else { continue };
             let first = tile * PAGE;
             let here = (first..len.min(first + PAGE)).zip(page.positions());
             sure(here.clone().all(|(is, at)| is == *at), "a token of the ring at another position")?;
-            self.heads[h].ring.push_back(page);
+            ring.push_back(page);
         }
         let head = &mut self.heads[h];
-        head.states.load(from, tiles.len())?;
+        head.ring.load(ring, from, tiles.len())?;
         from.floats(&mut head.own)?;
         head.ghosts = Ghosts::load(from, layout, inner.config.experts, len, &input.pool.ghosts)?;
         let mut least = 0;
@@ -112,7 +104,7 @@ impl Layer {
             let gone = 1 + self.filed - reach.kept.min(self.filed);
             self.heads[h].chains[c].load(from, input, &of, gone)?;
         }
-        let held = self.heads[h].chains.iter().map(|(_, chain)| chain.live).sum::<u32>();
+        let held = self.heads[h].chains.iter().map(|(_, chain)| chain.live()).sum::<u32>();
         if input.until.is_some() && held + input.behind != self.filed {
             return Err(SaveError::evicted());
         }

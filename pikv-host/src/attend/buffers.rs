@@ -9,7 +9,7 @@ use std::cell::Cell;
 
 /// Buffers of attention.
 #[derive(Default)]
-pub struct Lists {
+pub struct Buffers {
     pub views: Vec<View<'static>>,
     /// Views of one row each.
     pub single: Vec<View<'static>>,
@@ -25,5 +25,5 @@ pub struct Lists {
 
 thread_local! {
     /// Buffers of a thread. A call takes them and puts them back; a call that fails drops those in use, and they grow again.
-    pub static LISTS: Cell<Lists> = Cell::default();
+    pub static BUFFERS: Cell<Buffers> = Cell::default();
 }
