@@ -2,11 +2,11 @@
 //!
 //! `cargo bench -p pikv-benches --bench save [-- --quick]`
 //!
-//! One sequence of 8,192 tokens in 8 layers of 4 KV heads of 128 channels, and one of 2,048 tokens in the layers of SmolLM2-135M (30 of 3 KV
-//! heads of 64 channels), in bf16 and packed by int4; the median of 15 runs of each, in turn. A save writes
+//! One sequence of 8,192 tokens in 8 layers of 4 KV heads of 128 channels, and two of 8,192 and 2,048 tokens in the layers of SmolLM2-135M (30
+//! of 3 KV heads of 64 channels), in bf16 and packed by int4; the median of 15 runs of each, in turn. A save writes
 //! to memory that was written before, and its ratio is that to a copy into such memory. A restore takes new memory from the system, as a
 //! cache gives free chunks back; it has two ratios, to that copy and to a copy into new memory. Writes `results/save.csv` and fails where
-//! the first or the last is below 0.6. `--quick`: a short sequence, nothing is written.
+//! the first or the last is below 0.6, unless the session has 2,048 tokens: part of that is copied from the CPU's caches. `--quick`: a short sequence, nothing is written.
 
 #[allow(dead_code, reason = "the other benches use the rest")]
 mod machine;
@@ -18,8 +18,11 @@ use std::hint::black_box;
 use std::time::Instant;
 
 /// Name of a session; its tokens, layers, KV heads and channels.
-const SESSIONS: [(&str, [usize; 4]); 2] =
-    [("8192 tokens", [8192, 8, 4, 128]), ("2048 tokens of SmolLM2-135M", [2048, 30, 3, 64])];
+const SESSIONS: [(&str, [usize; 4]); 3] = [
+    ("8192 tokens", [8192, 8, 4, 128]),
+    ("8192 tokens of SmolLM2-135M", [8192, 30, 3, 64]),
+    ("2048 tokens of SmolLM2-135M", [2048, 30, 3, 64]),
+];
 const COMMAND: &str = "cargo bench -p pikv-benches --bench save";
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -43,7 +46,9 @@ fn main() -> Result<(), Box<dyn Error>> {
                 bytes as f64 / copy / 1e9,
                 bytes as f64 / new / 1e9
             );
-            worst = worst.min(save).min(beside_new);
+            if tokens > 2048 {
+                worst = worst.min(save).min(beside_new);
+            }
             let from = machine::provenance(COMMAND)?;
             csv.push(format!("{name},{dtype},{bytes},{save:.3},{restore:.3},{beside_new:.3},{from}"));
         }
