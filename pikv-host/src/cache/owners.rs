@@ -323,12 +323,12 @@ impl Rewrite<'_> {
     /// Whether the layer changed.
     fn layer(&mut self, layer: &mut Common<Layer>) -> bool {
         let (address, holders) = layer.holders();
-        if holders > 1 {
-            if let Some((before, after)) = self.layers.get(&address) {
-                let changed = !before.is(after);
-                *layer = after.clone();
-                return changed;
-            }
+        if holders > 1
+            && let Some((before, after)) = self.layers.get(&address)
+        {
+            let changed = !before.is(after);
+            *layer = after.clone();
+            return changed;
         }
         let entries = layer.heads.iter().flat_map(|head| head.chains.experts());
         let changed = entries.flat_map(|(_, run)| &run.entries).any(|entry| self.is_moved(entry));

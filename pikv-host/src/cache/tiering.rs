@@ -325,7 +325,7 @@ impl Inner {
         self.idle.lend(&mut |stored| {
             let parkables = idle.iter_mut().enumerate().map(|(i, (turn, sequence))| {
                 sequence.repair();
-                Owner { sequence: &mut **sequence, turn: asked(turn).then_some(i) }
+                Owner { sequence, turn: asked(turn).then_some(i) }
             });
             let stored = stored.into_iter().map(|sequence| Owner { sequence, turn: None });
             let known = owners.iter_mut().map(Owner::again);
