@@ -53,10 +53,25 @@ fn a_prompt_moves_once_for_all_its_forks() {
     assert_eq!(forks[0][0].demote(u64::MAX), Ok(0));
     let own = 2 * PAGE_BYTES;
     assert_eq!(forks[1][0].demote(u64::MAX), Ok(own));
+    // Of the lists of the others some are in the layers that the prompt and the first share.
+    for bytes in [PAGE_BYTES, u64::MAX] {
+        let others = forks[1..].iter_mut().chain([&mut prompt]).map(|pair| &mut pair[0]);
+        assert_eq!(caches[0].demote(others, bytes), Ok(PAGE_BYTES));
+    }
+    let before = [before[0] - 2 * own, 2 * own];
+    assert_eq!(bytes(&caches[0]), before);
+    // A page of the first head, and then one of the second.
+    for moved in 1..=2 {
+        let all = [&mut prompt].into_iter().chain(&mut forks).map(|pair| &mut pair[0]);
+        assert_eq!(caches[0].demote(all, PAGE_BYTES), Ok(PAGE_BYTES));
+        assert_eq!(bytes(&caches[0]), [before[0] - moved * PAGE_BYTES, before[1] + moved * PAGE_BYTES]);
+        assert_eq!(lower(&forks[0][0]), moved);
+    }
     let all = [&mut prompt].into_iter().chain(&mut forks).map(|pair| &mut pair[0]);
     let down = caches[0].demote(all, u64::MAX).unwrap();
-    assert_eq!(down, 2 * FULL * PAGE_BYTES + own);
-    assert_eq!(bytes(&caches[0]), [before[0] - down - own, down + own]);
+    assert_eq!(down, 2 * (FULL - 1) * PAGE_BYTES);
+    let all = 2 * FULL * PAGE_BYTES + 2 * own;
+    assert_eq!(bytes(&caches[0]), [before[0] + before[1] - all, all]);
     assert_eq!(
         [lower(&prompt[0]), lower(&forks[0][0]), lower(&forks[2][0])],
         [2 * FULL, 2 * FULL, 2 * FULL + 2]
@@ -69,7 +84,7 @@ fn a_prompt_moves_once_for_all_its_forks() {
     // Back in the first tier each page is there once too.
     let before = bytes(&caches[0]);
     let up = caches[0].promote(forks.iter_mut().map(|fork| &mut fork[0]), u64::MAX).unwrap();
-    assert_eq!(up, down + own);
+    assert_eq!(up, all);
     assert_eq!(bytes(&caches[0]), [before[0] + up, 2 * FULL * PAGE_BYTES]);
     assert_eq!([lower(&prompt[0]), lower(&forks[0][0]), lower(&forks[2][0])], [2 * FULL, 0, 0]);
     for (i, fork) in (30..).zip(&mut forks) {
@@ -114,9 +129,10 @@ fn checkpoints_do_not_keep_pages() {
     // Another sequence holds the checkpoints too.
     let mut fork = pair.each_ref().map(Sequence::fork);
     assert_eq!(pair[0].demote(u64::MAX), Ok(0));
+    let before = bytes(&caches[0]);
     let down = caches[0].demote([&mut pair[0], &mut fork[0]], u64::MAX).unwrap();
     assert_eq!(down, 2 * (FULL + 1) * PAGE_BYTES);
-    assert_eq!(bytes(&caches[0])[1], down);
+    assert_eq!(bytes(&caches[0]), [before[0] - down, down]);
     step(&caches, &mut fork, 40, 2);
     let mut cut = pair.each_ref().map(|sequence| sequence.fork_at(1288).unwrap());
     assert_eq!(cut[0].next_position().0, 1288);
@@ -166,7 +182,9 @@ fn prefixes_with_a_common_beginning_move_down() {
     let lower = index.usage().lower;
     assert!(found.demote(u64::MAX).unwrap() > 0);
     assert!(index.usage().lower > lower);
-    drop((found, index));
+    drop(found);
+    index.clear();
+    assert_eq!((index.usage().bytes, index.usage().lower), (0, 0));
     assert_eq!(bytes(&caches[0]), [0, 0]);
 }
 
