@@ -3,18 +3,20 @@
 //! `cargo bench -p pikv-benches --bench prefix [-- --quick]`
 //!
 //! *Bytes*: a sequence of `prompt` tokens is sealed and forked 8 times, and each fork gets 512 tokens of its own. `ideal` is what pages of
-//! the prompt once and of all own tokens take, `ratio` the bytes in use over that. One layer, one head of 64 channels in bf16, one expert.
+//! the prompt once and of all own tokens take, `ratio` the bytes in use over that. `each` is what is left in the first tier after a
+//! `demote` of each of them in turn, `together` after one of all. One layer, one head of 64 channels in bf16, one expert.
 //!
-//! *Look-ups*: of a prompt of 8,192 tokens in one layer, known but for its last tokens and not known at all; printed, as nanoseconds a
-//! token of the prompt, the median of 200. The fork that a look-up gives is part of it.
+//! *Look-ups*: of a prompt of 8,192 tokens in one layer, known but for its last tokens and not known at all, as nanoseconds a token of the
+//! prompt, the median of 200. The fork that a look-up gives is part of it.
 //!
-//! The results of a whole run go to `benches/results/prefix.csv`.
+//! The results of a whole run go to `benches/results/prefix.csv` and `benches/results/lookups.csv`.
 
 #[allow(dead_code, reason = "the limits are for other benches")]
 mod machine;
 
 use machine::median;
 use pikv::prefix::{PrefixIndex, PrefixScope};
+use pikv::tiers::Tiers;
 use pikv::{Cache, CacheConfig, Dtype, LayerShape, Sequence};
 use std::error::Error;
 use std::fmt::Write;
@@ -29,7 +31,7 @@ const OWN: usize = 512;
 
 fn cache() -> Result<Cache> {
     let layer = LayerShape::new(1, 1, DIM as u32, Dtype::Bf16);
-    Ok(Cache::new(CacheConfig::new(vec![layer], 1 << 30).ring(RING))?)
+    Ok(Cache::new(CacheConfig::new(vec![layer], 1 << 30).ring(RING).tiers(Tiers::new().host(1 << 30)))?)
 }
 
 /// Adds tokens, the same to each.
@@ -45,8 +47,9 @@ fn add(cache: &Cache, sequences: &mut [Sequence], mut tokens: usize) -> Result<(
     Ok(())
 }
 
-/// Bytes in use, and those of the prompt once and of all own tokens.
-fn bytes(prompt: usize) -> Result<(u64, u64)> {
+/// Bytes of the prompt once and of all own tokens; and bytes in use: first, after the forks and their prompt moved down each by itself, and
+/// after they moved down together.
+fn bytes(prompt: usize) -> Result<(u64, [u64; 3])> {
     let cache = cache()?;
     let page = cache.config().layers[0].layout.bytes();
     let mut sequence = [cache.sequence()];
@@ -54,7 +57,15 @@ fn bytes(prompt: usize) -> Result<(u64, u64)> {
     sequence[0].seal()?;
     let mut forks: Vec<Sequence> = (0..FORKS).map(|_| sequence[0].fork()).collect();
     add(&cache, &mut forks, OWN)?;
-    Ok((cache.usage().taken, (prompt + FORKS * OWN) as u64 / 32 * page))
+    forks.extend(sequence);
+    let taken = || cache.usage().taken;
+    let first = taken();
+    for fork in &mut forks {
+        fork.demote(u64::MAX)?;
+    }
+    let each = taken();
+    cache.demote(&mut forks, u64::MAX)?;
+    Ok(((prompt + FORKS * OWN) as u64 / 32 * page, [first, each, taken()]))
 }
 
 /// Nanoseconds a token of a look-up.
@@ -73,12 +84,13 @@ fn lookup(index: &PrefixIndex, tokens: &[u32]) -> Result<f64> {
 
 fn main() -> Result<()> {
     let quick = std::env::args().any(|arg| arg == "--quick" || arg == "--test");
-    let mut csv = String::from("ring,prompt,forks,own,bytes,ideal,ratio,machine,date,commit,command\n");
+    let command = "cargo bench -p pikv-benches --bench prefix";
+    let mut csv =
+        String::from("ring,prompt,forks,own,bytes,ideal,ratio,each,together,machine,date,commit,command\n");
     for prompt in [256, 1024, 8192] {
-        let (bytes, ideal) = bytes(prompt)?;
-        let ratio = bytes as f64 / ideal as f64;
-        let from = machine::provenance("cargo bench -p pikv-benches --bench prefix")?;
-        writeln!(csv, "{RING},{prompt},{FORKS},{OWN},{bytes},{ideal},{ratio:.4},{from}")?;
+        let (ideal, [bytes, each, together]) = bytes(prompt)?;
+        let (ratio, from) = (bytes as f64 / ideal as f64, machine::provenance(command)?);
+        writeln!(csv, "{RING},{prompt},{FORKS},{OWN},{bytes},{ideal},{ratio:.4},{each},{together},{from}")?;
     }
     print!("{csv}");
     let (cache, tokens) = (cache()?, 8192);
@@ -88,10 +100,16 @@ fn main() -> Result<()> {
     add(&cache, &mut sequence, prompt.len())?;
     index.publish(&PrefixScope::new(b"bench"), &prompt, &mut sequence[0])?;
     let other: Vec<u32> = prompt.iter().map(|token| token + 1).collect();
-    let [known, unknown] = [lookup(&index, &prompt)?, lookup(&index, &other)?];
-    println!("look-up of {tokens} tokens: {known:.1} ns a token if known, {unknown:.1} if not");
+    let mut lookups = String::from("tokens,known,ns_a_token,machine,date,commit,command\n");
+    for (known, prompt) in [(true, &prompt), (false, &other)] {
+        let ns = lookup(&index, prompt)?;
+        writeln!(lookups, "{},{known},{ns:.1},{}", prompt.len(), machine::provenance(command)?)?;
+    }
+    print!("{lookups}");
     if !quick {
-        std::fs::write(concat!(env!("CARGO_MANIFEST_DIR"), "/results/prefix.csv"), csv)?;
+        let results = concat!(env!("CARGO_MANIFEST_DIR"), "/results/");
+        std::fs::write(format!("{results}prefix.csv"), csv)?;
+        std::fs::write(format!("{results}lookups.csv"), lookups)?;
     }
     Ok(())
 }

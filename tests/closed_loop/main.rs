@@ -53,10 +53,15 @@ fn routers(id: usize, top_k: u32) -> Vec<Box<dyn Router>> {
 
 /// Rows of one step: keys, values, queries and logits of a layer.
 fn rows(seed: u64, layer: usize, n: usize) -> [Vec<f32>; 4] {
+    rows_of(EXPERTS, seed, layer, n)
+}
+
+/// [`rows`], with logits of some number of experts.
+fn rows_of(experts: usize, seed: u64, layer: usize, n: usize) -> [Vec<f32>; 4] {
     let seed = seed * 64 + layer as u64 * 8;
-    let mut logits = noise(seed + 3, n * EXPERTS);
+    let mut logits = noise(seed + 3, n * experts);
     // Some experts are liked better.
-    logits.chunks_exact_mut(EXPERTS).for_each(|row| (0..).zip(row).for_each(|(e, x)| *x -= 0.2 * e as f32));
+    logits.chunks_exact_mut(experts).for_each(|row| (0..).zip(row).for_each(|(e, x)| *x -= 0.2 * e as f32));
     [noise(seed, n * HEADS * DIM), noise(seed + 1, n * HEADS * DIM), noise(seed + 2, n * 4 * DIM), logits]
 }
 
@@ -67,9 +72,10 @@ fn states(routers: &[Box<dyn Router>]) -> Vec<RouterState> {
 /// One step of the loop; the outputs.
 fn turn(pikv: &mut ClosedLoop, sequence: &mut Sequence, n: usize, seed: u64, read: ReadPages) -> Vec<f32> {
     let mut all = Vec::new();
+    let experts = pikv.cache().config().experts as usize;
     let mut step = pikv.begin([(sequence, n as u32)]).unwrap();
     for layer in 0..LAYERS {
-        let [k, v, q, logits] = rows(seed, layer, n);
+        let [k, v, q, logits] = rows_of(experts, seed, layer, n);
         let mut out = vec![0.0; n * 4 * DIM];
         step.route(layer, &logits).unwrap();
         step.append(layer, &k, &v).unwrap();

@@ -5,7 +5,7 @@ use super::{EXPERTS, LAYERS, bits, config, routers, states, turn};
 use pikv::closed_loop::LoopError;
 use pikv::policy::{Budget, Eviction, StreamingLlm};
 use pikv::router::{
-    CacheAware, Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, StateError,
+    Adaptive, CacheAware, Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, StateError,
 };
 use pikv::save::{Restored, SaveError};
 use pikv::{Cache, ClosedLoop, Error, Position, ReadPages, Sequence, SequenceOptions};
@@ -249,25 +249,36 @@ fn hostile_numbers_are_refused_or_go_on() {
     assert!(refused > 100 && taken > 20, "{refused} {taken}");
 }
 
-/// The committed file of the version that has routers is restored, and saving the same loop writes the same bytes.
+/// The committed files of the versions that have routers are restored, and saving the same loop writes the same bytes. The fifth is of more
+/// experts than have runs.
 #[test]
-fn the_file_of_the_third_version() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("save/version_3.safetensors");
-    let cache = Cache::new(config(2).rollback(4)).unwrap();
-    let of = || ClosedLoop::new(cache.clone(), routers(5, 2)).unwrap();
-    let mut pikv = of();
-    let mut sequence = cache.sequence();
-    for step in 0..5 {
-        turn(&mut pikv, &mut sequence, 2, step, ReadPages::All);
+fn the_files_of_versions_with_routers() {
+    for (version, experts) in [(3, EXPERTS), (5, 12)] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("save/version_{version}.safetensors"));
+        let cache = Cache::new(config(2).experts(experts as u32, 2).rollback(4)).unwrap();
+        let of = || -> ClosedLoop {
+            let shape = Shape::new(experts as u32, 2);
+            let router =
+                |layer| -> Box<dyn Router> { Box::new(Adaptive::new(2, 3 + layer).router(shape).unwrap()) };
+            ClosedLoop::new(cache.clone(), (0..LAYERS as u64).map(router).collect()).unwrap()
+        };
+        let mut pikv = of();
+        let mut sequence = cache.sequence();
+        for step in 0..5 {
+            turn(&mut pikv, &mut sequence, 2, step, ReadPages::All);
+        }
+        let now = saved(&mut pikv, &sequence);
+        // Made anew where the variable is set: with a version that is not written yet.
+        if std::env::var_os("PIKV_WRITE_SAVED").is_some() {
+            std::fs::write(&path, &now).unwrap();
+        }
+        let file = std::fs::read(path).unwrap();
+        assert!(
+            file == now,
+            "what is written differs from what version {version} was: it needs another number"
+        );
+        let mut twin = of();
+        let mut restored = twin.restore(&mut &file[..]).unwrap().sequence;
+        assert_eq!(go_on(&mut twin, &mut restored, 1, 20), go_on(&mut pikv, &mut sequence, 1, 20));
     }
-    let now = saved(&mut pikv, &sequence);
-    // Made anew where the variable is set: with a version that is not written yet.
-    if std::env::var_os("PIKV_WRITE_SAVED").is_some() {
-        std::fs::write(&path, &now).unwrap();
-    }
-    let file = std::fs::read(path).unwrap();
-    assert!(file == now, "what is written differs from what version 3 was: it needs another number");
-    let mut twin = of();
-    let mut restored = twin.restore(&mut &file[..]).unwrap().sequence;
-    assert_eq!(go_on(&mut twin, &mut restored, 1, 20), go_on(&mut pikv, &mut sequence, 1, 20));
 }

@@ -76,6 +76,7 @@ enum Op {
     DropCheckpoints { sequence: u8, from: u32 },
     Seal { sequence: u8 },
     Demote { sequence: u8 },
+    DemoteAll,
     Pin { sequence: u8, from: u32 },
     Change(Change),
 }
@@ -93,6 +94,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (sequence(), 0u32..200).prop_map(|(sequence, from)| Op::DropCheckpoints { sequence, from }),
         4 => sequence().prop_map(|sequence| Op::Seal { sequence }),
         2 => sequence().prop_map(|sequence| Op::Demote { sequence }),
+        2 => Just(Op::DemoteAll),
         1 => (sequence(), 0u32..200).prop_map(|(sequence, from)| Op::Pin { sequence, from }),
         7 => twins::change().prop_map(Op::Change),
     ]
@@ -122,6 +124,7 @@ struct Seen {
     sealed: u32,
     shared: u32,
     away: u32,
+    together: u32,
 }
 
 struct Twins<'a> {
@@ -358,6 +361,18 @@ impl Twins<'_> {
                     Err(other) => panic!("{other}"),
                 }
             }
+            Op::DemoteAll => {
+                let [cache, _] = &self.caches;
+                let taken = cache.usage().taken;
+                match cache.demote(self.pairs.iter_mut().map(|pair| &mut pair[0]), u64::MAX) {
+                    Ok(freed) => {
+                        assert_eq!(taken - cache.usage().taken, freed);
+                        self.seen.together += u32::from(freed > 0 && self.pairs.len() > 1);
+                    }
+                    Err(Error::NoTiers) => {}
+                    Err(other) => panic!("{other}"),
+                }
+            }
             Op::Pin { sequence, from } => {
                 let i = at(&self.pairs, *sequence);
                 self.pairs[i].iter_mut().for_each(|sequence| sequence.pin(*from..from + 20));
@@ -420,7 +435,7 @@ fn histories_reach_what_they_are_for() {
     let strategy = (setup(), proptest::collection::vec(op(), 30..60));
     for _ in 0..40 {
         let (setup, ops) = strategy.new_tree(&mut runner).unwrap().current();
-        let Seen { cuts, forks, checkpoints, refused, sealed, shared, away } = run(&setup, &ops);
+        let Seen { cuts, forks, checkpoints, refused, sealed, shared, away, together } = run(&setup, &ops);
         sum.cuts += cuts;
         sum.forks += forks;
         sum.checkpoints += checkpoints;
@@ -428,10 +443,11 @@ fn histories_reach_what_they_are_for() {
         sum.sealed += sealed;
         sum.shared += shared;
         sum.away += away;
+        sum.together += together;
     }
-    let Seen { cuts, forks, checkpoints, refused, sealed, shared, away } = sum;
+    let Seen { cuts, forks, checkpoints, refused, sealed, shared, away, together } = sum;
     assert!(cuts > 60 && checkpoints > 10 && refused > 10 && sealed > 60 && shared > 500, "{sum:?}");
-    assert!(away > 100 && forks > 20, "{sum:?}");
+    assert!(away > 100 && forks > 20 && together > 10, "{sum:?}");
 }
 
 /// Adds tokens to sequences, the same to each.

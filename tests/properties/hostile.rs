@@ -1,8 +1,7 @@
 //! Invalid bytes: messages to ranks and their answers, states of routers, traces, fitted maps, saved sequences. No bytes may cause a
 //! panic, an endless wait, or an allocation above the limits stated here.
 //!
-//! The inputs are mutations of valid bytes, the same in each run: 2,000 of each kind, a hundred times as many if the variable `PIKV_TEST`
-//! is `full`.
+//! The inputs are mutations of valid bytes, the same in each run: 2,000 of each kind, a million if the variable `PIKV_TEST` is `full`.
 
 use pikv::codec::{Code, Codec, Coding, FitShape, Fitted, FittedError, Map, Side};
 use pikv::fabric::{Fabric, FabricError, InProcess, Options, RankStore};

@@ -4,6 +4,7 @@ mod bad_input;
 mod budgets;
 mod callbacks;
 mod cuts;
+mod drafts;
 mod dtypes;
 mod edges;
 mod faults;

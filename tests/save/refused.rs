@@ -41,7 +41,9 @@ fn feed(cache: &Cache, sequence: &mut Sequence, n: u32) -> Vec<u32> {
             step.append(layer, &noise(seed, 4), &noise(seed + 2, 4)).unwrap();
             let mut out = [0.0; 8];
             step.attend(layer, &noise(seed + 4, 8), &Attend::new(0.5), AttendOutput::new(&mut out)).unwrap();
-            step.route(layer, &[(at % 3 % 2) as u16]).unwrap();
+            let experts = u64::from(cache.config().experts);
+            let expert = if experts == 2 { at % 3 % 2 } else { at * 5 % experts };
+            step.route(layer, &[expert as u16]).unwrap();
             all.extend(bits(&out));
         }
         step.commit().unwrap();
@@ -300,8 +302,9 @@ fn nothing_of_other_sequences_is_saved() {
 /// A file of each version of the format is restored, and continues as a sequence that was never saved.
 #[test]
 fn files_of_every_version() {
-    // A sequence is written in the first version that holds it: the second has budgets of sequences.
-    for (version, budget) in [(1, None), (2, Some(40))] {
+    // A sequence is written in the first version that holds it: the second has budgets of sequences, the fourth runs that experts share.
+    for (version, experts, budget) in [(1, 2, None), (2, 2, Some(40)), (4, 12, Some(40))] {
+        let config = || config().experts(experts, 1);
         let name = format!("save/version_{version}.safetensors");
         let (path, options) =
             (Path::new(env!("CARGO_MANIFEST_DIR")).join(name), SequenceOptions::new().budget(budget));

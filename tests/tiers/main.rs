@@ -4,6 +4,7 @@ mod ahead;
 mod faults;
 #[cfg(unix)]
 mod files;
+mod forks;
 mod moves;
 mod same;
 mod setup;

@@ -1,7 +1,7 @@
 //! Random histories of two caches: one without lower tiers, and one whose pages move between tiers. All results must be equal bit for bit.
 
 use crate::setup::{Control, bytes, fake};
-use pikv::report::{PageInfo, PageMass};
+use pikv::report::{PageId, PageInfo, PageMass, Place};
 use pikv::tiers::{TierOperation, Tiers};
 use pikv::{AttendOutput, Cache, Error, Position, Rows, Step, StepReport};
 use pikv_test::numbers::bits;
@@ -69,6 +69,12 @@ enum Op {
         share: f64,
         fails: bool,
     },
+    /// Moves pages of all sequences, up or down.
+    Together {
+        share: f64,
+        fails: bool,
+        up: bool,
+    },
     Arrange {
         sequence: u8,
         layer: usize,
@@ -92,6 +98,7 @@ fn op() -> impl Strategy<Value = Op> {
             .prop_map(|(sequence, back, read, fails)| Op::Attend { sequence, back, read, fails }),
         5 => (sequence(), share(), any::<bool>()).prop_map(|(sequence, share, f)| Op::Demote { sequence, share, fails: f }),
         2 => (sequence(), share(), any::<bool>()).prop_map(|(sequence, share, f)| Op::Promote { sequence, share, fails: f }),
+        4 => (share(), any::<bool>(), any::<u8>()).prop_map(|(share, fails, up)| Op::Together { share, fails, up: up < 64 }),
         3 => (sequence(), 0usize..3, (0.0..1.0f64, 0.0..1.0f64))
             .prop_map(|(sequence, layer, shares)| Op::Arrange { sequence, layer, shares }),
         CHANGES => twins::change().prop_map(Op::Change),
@@ -116,6 +123,8 @@ struct Seen {
     writes: u32,
     reads: u32,
     away: u32,
+    /// Pages that several sequences held in the first tier and that moved down.
+    together: u32,
 }
 
 /// The same call to both caches, and their results: an injected error of the second one's store is cleared, and the call repeated.
@@ -260,6 +269,7 @@ impl Twins<'_> {
                 }
                 self.control.unreadable.store(false, SeqCst);
             }
+            Op::Together { share, fails, up } => self.together(*share, *fails, *up),
             Op::Arrange { sequence, layer, shares: (fast, host) } => {
                 let at = at(&self.pairs, *sequence);
                 let layers = layer % self.setup.model.layers..self.setup.model.layers;
@@ -271,6 +281,48 @@ impl Twins<'_> {
             }
             Op::Change(change) => change.apply(&self.setup.model, &mut self.pairs),
         }
+    }
+
+    /// Pages outside the ring in a tier, or only those that another sequence shares: sequence, layer, head and page.
+    fn pages(&self, shared: bool, is_in: impl Fn(usize) -> bool) -> Vec<(usize, usize, usize, PageId)> {
+        let Model { layers, kv_heads, .. } = self.setup.model;
+        let mut found = Vec::new();
+        for (i, pair) in self.pairs.iter().enumerate() {
+            for (l, h) in (0..layers).flat_map(|l| (0..kv_heads as usize).map(move |h| (l, h))) {
+                let pages = pair[1].pages(l, h).unwrap().filter(|page| page.id.place != Place::Ring);
+                let these = pages.filter(|page| is_in(page.tier) && (page.shared || !shared));
+                found.extend(these.map(|page| (i, l, h, page.id)));
+            }
+        }
+        found
+    }
+
+    fn together(&mut self, share: f64, fails: bool, up: bool) {
+        let before = bytes(&self.caches[1]);
+        let shared = self.pages(true, |tier| tier == 0);
+        let [_, tight] = &self.caches;
+        let sequences = self.pairs.iter_mut().map(|pair| &mut pair[1]);
+        self.control.full.store(fails && !up, SeqCst);
+        self.control.unreadable.store(fails && up, SeqCst);
+        let moved = match up {
+            true => tight.promote(sequences, (before[1..].iter().sum::<u64>() as f64 * share) as u64),
+            false => tight.demote(sequences, (before[0] as f64 * share) as u64),
+        };
+        self.control.full.store(false, SeqCst);
+        self.control.unreadable.store(false, SeqCst);
+        let after = bytes(tight);
+        match moved {
+            Ok(moved) if up => assert_eq!(after[0] - before[0], moved),
+            Ok(moved) => {
+                assert_eq!(before[0] - after[0], moved);
+                assert_eq!(after[1..].iter().sum::<u64>() - before[1..].iter().sum::<u64>(), moved);
+            }
+            Err(Error::Tier { operation: TierOperation::Write, .. }) if !up => self.seen.writes += 1,
+            Err(Error::Tier { operation: TierOperation::Read, .. }) if up => self.seen.reads += 1,
+            Err(other) => panic!("{other}"),
+        }
+        let lower = self.pages(false, |tier| tier > 0);
+        self.seen.together += shared.iter().filter(|page| lower.contains(page)).count() as u32;
     }
 
     /// All that can be seen of a sequence: where its pages are does not count.
@@ -331,12 +383,13 @@ fn histories_reach_what_they_are_for() {
     let strategy = (setup(), proptest::collection::vec(op(), 40..80));
     for _ in 0..40 {
         let (setup, ops) = strategy.new_tree(&mut runner).unwrap().current();
-        let Seen { steps, refused, writes, reads, away } = run(&setup, &ops);
+        let Seen { steps, refused, writes, reads, away, together } = run(&setup, &ops);
         sum.steps += steps;
         (sum.refused, sum.writes, sum.reads) =
             (sum.refused + refused, sum.writes + writes, sum.reads + reads);
-        sum.away += away;
+        (sum.away, sum.together) = (sum.away + away, sum.together + together);
     }
-    let Seen { steps, refused, writes, reads, away } = sum;
+    let Seen { steps, refused, writes, reads, away, together } = sum;
     assert!(steps > 500 && refused > 30 && writes > 5 && reads > 10 && away > 1000, "{sum:?}");
+    assert!(together > 40, "{sum:?}");
 }

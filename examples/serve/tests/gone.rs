@@ -62,6 +62,34 @@ fn connections_on_which_nothing_moves_are_cut_off() {
     nothing_is_left(&server);
 }
 
+/// Requests that come byte by byte have the time of a connection on which nothing moves, in all: they do not keep others out for ever.
+#[test]
+fn requests_that_drip_are_cut_off() {
+    let options = Options { deadline: Duration::from_millis(400), connections: 2, ..Options::default() };
+    let server = serve(options);
+    let began = Instant::now();
+    let drip = |head: &str| {
+        let mut stream = TcpStream::connect(server.address).unwrap();
+        stream.write_all(head.as_bytes()).unwrap();
+        // More bytes than the deadline has time for.
+        (0..400).find(|_| {
+            std::thread::sleep(Duration::from_millis(20));
+            stream.write_all(b"a").is_err()
+        })
+    };
+    std::thread::scope(|scope| {
+        let head = scope.spawn(|| drip("POST /v1/completions HTTP/1.1\r\nx: "));
+        let rest =
+            scope.spawn(|| drip("POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9999\r\n\r\n"));
+        // It waits until there is room.
+        let reply = complete(server.address, &body("It is", 1, json!({}))).unwrap();
+        assert_eq!(reply.status, 200);
+        assert!(head.join().unwrap().is_some() && rest.join().unwrap().is_some());
+    });
+    assert!(began.elapsed() < Duration::from_secs(6), "{:?}", began.elapsed());
+    nothing_is_left(&server);
+}
+
 #[test]
 fn a_client_that_does_not_read_holds_nobody_up() {
     let server = serve(Options::default());

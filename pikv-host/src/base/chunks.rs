@@ -1,6 +1,7 @@
 //! Copy-on-write lists and values.
 
 use smallvec::SmallVec;
+use std::collections::HashMap;
 use std::ops::{Deref, DerefMut, Index, IndexMut, RangeBounds};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -76,6 +77,9 @@ impl<T: Clone> Clone for Chunk<T> {
         Chunk(items)
     }
 }
+
+/// Shared chunks that [`Chunks::rewrite`] replaced, by address: the chunk before, which keeps its address in use, and the one after.
+pub(crate) type Rewritten<T> = HashMap<usize, (Arc<Chunk<T>>, Arc<Chunk<T>>)>;
 
 /// A copy-on-write list, shared by chunks of `N` items: a clone copies a pointer for each chunk, and a write to an item of a shared
 /// chunk copies that chunk first. A push moves at most one chunk of items, and one push in `N` allocates. Pushes and pops at either end
@@ -313,6 +317,30 @@ impl<T: Clone, const N: usize> Chunks<T, N> {
         match before.get_mut(first) {
             Some(first) => std::mem::swap(&mut Arc::make_mut(first).0[from], &mut last[to]),
             None => last.swap(from, to),
+        }
+    }
+
+    /// Calls `edit` for the items for which `is` returns true. Lists that share a chunk share the edited chunk too if each is rewritten with
+    /// the same `known`.
+    pub fn rewrite(
+        &mut self,
+        known: &mut Rewritten<T>,
+        is: &impl Fn(&T) -> bool,
+        edit: &mut impl FnMut(&mut T),
+    ) {
+        for chunk in &mut self.chunks[..self.used] {
+            if let Some(Chunk(items)) = Arc::get_mut(chunk) {
+                items.iter_mut().filter(|item| is(item)).for_each(&mut *edit);
+                continue;
+            }
+            let (_, after) = known.entry(Arc::as_ptr(chunk).addr()).or_insert_with(|| {
+                let mut after = chunk.clone();
+                if after.0.iter().any(is) {
+                    Arc::make_mut(&mut after).0.iter_mut().filter(|item| is(item)).for_each(&mut *edit);
+                }
+                (chunk.clone(), after)
+            });
+            *chunk = after.clone();
         }
     }
 

@@ -148,8 +148,8 @@ impl Sequence {
     /// evicts, as these discard data. Replaces a checkpoint of the same length.
     ///
     /// A checkpoint is a fork: it shares pages, and keeps pages that the sequence later drops or writes to, first the ring and open pages.
-    /// They count in the budget and in [`Sequence::bytes`], and stay in the first tier, until [`Sequence::drop_checkpoints`], a rollback to
-    /// before the checkpoint, or [`Sequence::clear`]. Forks share the checkpoints. O(layers); takes no page.
+    /// They count in the budget and in [`Sequence::bytes`] until [`Sequence::drop_checkpoints`], a rollback to before the checkpoint, or
+    /// [`Sequence::clear`]. [`Sequence::demote`] moves full pages of checkpoints too. Forks share the checkpoints. O(layers); takes no page.
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -208,8 +208,9 @@ impl Sequence {
     ///
     /// Results do not change: forks of a sealed sequence have the bits of forks of an unsealed one. The pages are a copy of at most `ring`
     /// tokens a layer and head; nothing is copied with one expert, one shard and sinks in multiples of 32, where the run takes pages of the
-    /// ring. The sequence and its forks hold the pages until no rollback can bring the last token of the prefix back into the ring. Each
-    /// fork applies [`CacheConfig::age`](crate::CacheConfig::age) by itself. A second call does nothing until tokens are added.
+    /// ring. The sequence and its forks hold the pages, in the first tier, until no rollback can bring the last token of the prefix back into
+    /// the ring. Each fork applies [`CacheConfig::age`](crate::CacheConfig::age) by itself. A second call does nothing until tokens are
+    /// added.
     ///
     /// ```
     /// # use pikv_host as pikv;

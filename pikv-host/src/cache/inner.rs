@@ -4,7 +4,7 @@ use crate::attend::executor::Executor;
 use crate::base::chunks::Common;
 use crate::base::error::Error;
 use crate::cache::idle::Idle;
-use crate::cache::parkables::{MadeRoom, Parkables};
+use crate::cache::parkables::{MadeRoom, Parkables, Turn};
 use crate::config::shape::{CacheShape, first_heads};
 use crate::eviction::ranked::Rooms;
 use crate::fabric::Front;
@@ -84,7 +84,14 @@ impl Inner {
                 true => self.parkables.in_turn(&self.pool, priority).into_iter(),
                 false => Vec::new().into_iter(),
             });
-            let Some(slot) = turns.next() else { break };
+            let Some(slot) = turns.next() else {
+                let asked = |turn: &Turn| priority.is_none_or(|most| turn.priority <= most);
+                let lowered = self.lower_with_idle(&mut [], missing, false, asked);
+                made.freed += lowered.freed;
+                made.demoted.extend(lowered.parkables);
+                failed = failed.or(lowered.failed);
+                break;
+            };
             if let Err(error) = slot.lower(&self.pool, missing, &mut made) {
                 failed = failed.or(Some(error));
             }

@@ -8,6 +8,7 @@ pub mod idle;
 pub mod inner;
 pub mod map;
 pub mod over;
+pub mod owners;
 pub mod parkable;
 pub mod parkables;
 pub mod rates;

@@ -3,6 +3,7 @@
 use crate::base::chunks::Chunks;
 use crate::base::error::Error;
 use crate::cache::Cache;
+use crate::cache::owners::References;
 use crate::cache::parkables::{MadeRoom, ParkableSlot, Turn};
 use crate::cache::save::Parked;
 use crate::cache::sequence::Sequence;
@@ -10,7 +11,6 @@ use crate::memory::arena::Page;
 use crate::memory::pool::Pool;
 use crate::pages::sealed::Sealed;
 use pikv_core::page::Position;
-use std::collections::HashMap;
 use std::fmt;
 use std::mem;
 use std::ops::{Deref, DerefMut};
@@ -39,6 +39,17 @@ impl Slot {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn turn_in(&self, state: &State, pool: &Pool) -> Option<Turn> {
+        match state {
+            State::Awake(sequence) if may_go(sequence, pool) => Some(Turn {
+                priority: self.priority.load(Ordering::Relaxed),
+                stepped: sequence.stepped,
+                id: self.id,
+            }),
+            _ => None,
+        }
+    }
+
     /// Locks the state unless it is in use by a step or by another thread that makes room.
     fn idle(&self) -> Option<MutexGuard<'_, State>> {
         match self.state.try_lock() {
@@ -51,14 +62,13 @@ impl Slot {
 
 impl ParkableSlot for Slot {
     fn turn(&self, pool: &Pool) -> Option<Turn> {
-        match &*self.idle()? {
-            State::Awake(sequence) if may_go(sequence, pool) => Some(Turn {
-                priority: self.priority.load(Ordering::Relaxed),
-                stepped: sequence.stepped,
-                id: self.id,
-            }),
-            _ => None,
-        }
+        self.turn_in(&*self.idle()?, pool)
+    }
+
+    fn lock(&self, pool: &Pool) -> Option<(Turn, Box<dyn DerefMut<Target = Sequence> + '_>)> {
+        let state = self.idle()?;
+        let turn = self.turn_in(&state, pool)?;
+        Some((turn, Box::new(Awake { state })))
     }
 
     fn lower(&self, pool: &Pool, missing: u64, made: &mut MadeRoom) -> Result<(), Error> {
@@ -285,7 +295,7 @@ impl Cache {
     /// Frees memory until `bytes` of the budget are free: first prefixes of an index that no sequence reads, then [`Parkable`] sequences,
     /// parked in lower tiers, lowest priority first, among equals the least recently stepped first. Skips sequences that are
     /// [awake](Parkable::awake), such as those in a step, and those that share all their pages. Stops as soon as enough is free. If no tier
-    /// has room for a whole sequence, its full pages are [demoted](Sequence::demote).
+    /// has room for a whole sequence, its full pages are [demoted](Sequence::demote). Last it demotes pages that such sequences share.
     ///
     /// [`Cache::begin`], [`Parked::wake`] and [`Cache::restore`] do the same before they return [`Error::OutOfBudget`]; a server calls this
     /// to do it at another time. O(bytes moved, and pages examined).
@@ -323,25 +333,6 @@ impl Cache {
     }
 }
 
-/// Reference counts of shared values, by address.
-struct References<T>(HashMap<usize, (usize, usize, T)>);
-
-impl<T> References<T> {
-    fn new() -> References<T> {
-        References(HashMap::new())
-    }
-
-    /// Counts a reference to the value at an address, which has `holders` references in total.
-    fn note(&mut self, (at, holders): (usize, usize), value: T) {
-        self.0.entry(at).or_insert((0, holders, value)).0 += 1;
-    }
-
-    /// The values with all references counted: no other sequence holds them.
-    fn own(self) -> impl Iterator<Item = T> {
-        self.0.into_values().filter(|(noted, holders, _)| noted == holders).map(|(.., value)| value)
-    }
-}
-
 impl Sequence {
     /// Bytes of pages in the first tier that no other sequence refers to, by the page, its list or its layer.
     fn own_bytes(&self) -> u64 {
@@ -349,20 +340,29 @@ impl Sequence {
         let kept = self.checkpoints.iter().filter(|kept| Arc::strong_count(kept) == 1);
         let mut layers = References::new();
         let all = self.layers.iter().chain(kept.flat_map(|kept| &kept.layers));
-        all.for_each(|layer| layers.note(layer.holders(), &**layer));
+        for layer in all {
+            layers.note(layer.holders(), &**layer);
+        }
         let (mut sealed, mut lists, mut pages) = (References::new(), References::new(), References::new());
-        let mut note = |page: &Page| pages.note((page.key(), page.handles() as usize), page.bytes());
+        let mut note = |page: &Page| {
+            pages.note((page.key(), page.handles() as usize), page.bytes());
+        };
         for layer in layers.own() {
             for head in &layer.heads {
                 head.ring.iter().for_each(&mut note);
                 let parts = head.chains.iter().flat_map(|(_, chain)| chain.entries.parts());
-                parts.for_each(|(holders, entries)| lists.note(holders, entries));
+                for (holders, entries) in parts {
+                    lists.note(holders, entries);
+                }
             }
             layer.past.pages().flat_map(|held| held.pages()).for_each(&mut note);
-            layer.sealed.iter().for_each(|ahead| sealed.note(ahead.holders(), ahead));
+            if let Some(ahead) = &layer.sealed {
+                sealed.note(ahead.holders(), ahead);
+            }
         }
-        let parts = sealed.own().flat_map(Sealed::lists).flat_map(Chunks::parts);
-        parts.for_each(|(holders, entries)| lists.note(holders, entries));
+        for (holders, entries) in sealed.own().flat_map(Sealed::lists).flat_map(Chunks::parts) {
+            lists.note(holders, entries);
+        }
         let entries = lists.own().flatten();
         entries.flat_map(|entry| entry.held.pages()).for_each(&mut note);
         pages.own().sum()

@@ -1,8 +1,10 @@
 //! The parkable sequences of a cache, and the order in which they are parked.
 
 use crate::base::error::Error;
+use crate::cache::sequence::Sequence;
 use crate::memory::pool::Pool;
 use std::fmt::Debug;
+use std::ops::DerefMut;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, Weak};
 
@@ -18,6 +20,9 @@ pub(crate) struct Turn {
 pub(crate) trait ParkableSlot: Debug + Send + Sync {
     /// Place in the order; `None` if the sequence is taken out of its handle, is parked or poisoned, or is not in `pool`.
     fn turn(&self, pool: &Pool) -> Option<Turn>;
+
+    /// The sequence and its turn, if it has one; the sequence is locked as long as the guard lives.
+    fn lock(&self, pool: &Pool) -> Option<(Turn, Box<dyn DerefMut<Target = Sequence> + '_>)>;
 
     /// Parks the sequence; if no tier has room for it, demotes `missing` bytes of its pages. Does nothing without a
     /// [turn](ParkableSlot::turn).
@@ -50,13 +55,16 @@ impl Parkables {
         slots.push(Arc::downgrade(&slot));
     }
 
+    /// All handles that live.
+    pub fn all(&self) -> Vec<Arc<dyn ParkableSlot>> {
+        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+        slots.iter().filter_map(Weak::upgrade).collect()
+    }
+
     /// Sequences that may be parked, of priority at most `most`, in order.
     pub fn in_turn(&self, pool: &Pool, most: Option<i32>) -> Vec<Arc<dyn ParkableSlot>> {
-        let slots: Vec<Arc<dyn ParkableSlot>> = {
-            let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
-            slots.iter().filter_map(Weak::upgrade).collect()
-        };
-        let mut turns: Vec<_> = slots.into_iter().filter_map(|slot| Some((slot.turn(pool)?, slot))).collect();
+        let mut turns: Vec<_> =
+            self.all().into_iter().filter_map(|slot| Some((slot.turn(pool)?, slot))).collect();
         turns.retain(|(turn, _)| most.is_none_or(|most| turn.priority <= most));
         turns.sort_unstable_by_key(|(turn, _)| *turn);
         turns.into_iter().map(|(_, slot)| slot).collect()
@@ -73,7 +81,8 @@ pub struct MadeRoom {
     pub available: u64,
     /// [`Parkable::id`](crate::save::Parkable::id) of the parked sequences, in order.
     pub parked: Vec<u64>,
-    /// [`Parkable::id`](crate::save::Parkable::id) of sequences whose full pages were demoted, as no tier had room for the whole sequence.
+    /// [`Parkable::id`](crate::save::Parkable::id) of sequences with full pages that were demoted: no tier had room for the whole sequence, or
+    /// its pages are shared with other sequences that can be parked.
     pub demoted: Vec<u64>,
 }
 
@@ -86,6 +95,10 @@ mod tests {
 
     impl ParkableSlot for Nobody {
         fn turn(&self, _: &Pool) -> Option<Turn> {
+            None
+        }
+
+        fn lock(&self, _: &Pool) -> Option<(Turn, Box<dyn DerefMut<Target = Sequence> + '_>)> {
             None
         }
 

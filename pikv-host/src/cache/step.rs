@@ -19,9 +19,9 @@ use crate::base::error::length;
 use crate::base::host_slice::{HostSlice, Scalar};
 use crate::base::scratch::emptied;
 use crate::cache::inner::Inner;
+use crate::cache::owners::Owner;
 use crate::cache::sequence::Sequence;
 use crate::cache::step::bytes::{end_of, sequence_needs};
-use crate::cache::tiering::make_room;
 use crate::memory::arena::Reservation;
 use crate::pages::entry::{Away, Held};
 use crate::tiers::{Early, Stored};
@@ -155,10 +155,11 @@ impl<'a> Step<'a> {
                 Err(Error::OutOfBudget { needed, available })
                     if inner.pool.tiers.is_some() && needed <= inner.pool.arenas.budget() =>
                 {
-                    let mut sequences: Vec<&mut Sequence> =
-                        taken.iter_mut().map(|part: &mut Part<'_>| &mut *part.sequence).collect();
+                    let sequences = taken.iter_mut().map(|part: &mut Part<'_>| &mut *part.sequence);
+                    let mut owners: Vec<Owner<'_>> = sequences.map(Owner::first).collect();
+                    let missing = needed - available;
                     // Retry: other threads may have taken the freed bytes.
-                    if !make_room(&inner, &mut sequences, needed - available)? {
+                    if inner.lower(&mut owners, missing, true).done(missing)? < missing {
                         return Err(Error::OutOfBudget { needed, available });
                     }
                 }

@@ -1,190 +1,128 @@
-//! Moves pages of a sequence between tiers.
+//! Moves pages of sequences between tiers.
 
 use crate::base::error::Error;
-use crate::base::ids::chain_place;
+use crate::cache::Cache;
 use crate::cache::inner::Inner;
+use crate::cache::owners::{Moved, Moves, Owner, apply, movable};
+use crate::cache::parkables::Turn;
 use crate::cache::sequence::Sequence;
-use crate::codec::HeadCodec;
-use crate::memory::arena::Near;
-use crate::pages::entry::{Away, Closed, Entry, Held};
-use crate::tiers::ahead::Levels;
-use crate::tiers::level::Level;
-use pikv_core::page::PAGE;
-use pikv_core::warp::LANES;
+use crate::pages::entry::{Away, Held};
+use crate::tiers::Levels;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A page in a lower tier, or one that may move there.
-#[derive(Clone, Copy, Debug)]
-struct Movable {
-    /// Position of its last token.
-    last: u32,
-    layer: usize,
-    head: usize,
-    chain: usize,
-    ordinal: u32,
-    bytes: u64,
-    /// Tier of the page.
-    tier: usize,
-}
-
-impl Entry {
-    /// Whether the page lies in the first tier and may be moved down: it takes no more tokens, no rollback to a length that keeps positions
-    /// below `kept` changes it, and no other sequence holds it by itself, so moving it frees its bytes. The caller checks for shared lists
-    /// and tied pages.
-    fn may_go(&self, codec: Option<&HeadCodec>, kept: u32) -> bool {
-        match &self.held {
-            Held::Gone { .. } | Held::Away(_) => false,
-            Held::Open(page) => {
-                let done =
-                    codec.is_none() && self.fill == PAGE && self.last().is_some_and(|last| last < kept);
-                done && self.pending == 0 && !page.is_shared()
-            }
-            Held::Closed(Closed { packed, original, by, .. }) => {
-                original.is_none() && *by < kept && self.pending == 0 && !packed.is_shared()
-            }
+impl Cache {
+    /// Moves pages of several sequences to lower tiers, the oldest first, until `bytes` of the first tier are free or no more pages may
+    /// move; returns the bytes freed. Unlike [`Sequence::demote`] of each, it also moves pages that only these sequences share, such as
+    /// those of a prompt that all of them are forks of. Each page is written once, and the sequences share it in the lower tier. O(pages).
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::tiers::Tiers;
+    /// use pikv::{Cache, CacheConfig, Dtype, LayerShape};
+    ///
+    /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
+    /// let page = layer.layout.bytes();
+    /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).tiers(Tiers::new().host(1 << 20)))?;
+    /// let mut prompt = cache.sequence();
+    /// let mut step = cache.begin([(&mut prompt, 320)])?;
+    /// step.append(0, &[0.5; 320 * 4], &[0.25; 320 * 4])?;
+    /// step.commit()?;
+    ///
+    /// let mut fork = prompt.fork();
+    /// assert_eq!(prompt.demote(u64::MAX)?, 0);                // the fork reads the same pages
+    /// assert_eq!(cache.demote([&mut prompt, &mut fork], u64::MAX)?, 9 * page);
+    /// assert_eq!(cache.usage().tiers[0].bytes, 9 * page);     // the newest 32 tokens are in the ring
+    /// # Ok::<(), pikv::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ForeignSequence`], and the errors of [`Sequence::demote`].
+    pub fn demote<'s>(
+        &self,
+        sequences: impl IntoIterator<Item = &'s mut Sequence>,
+        bytes: u64,
+    ) -> Result<u64, Error> {
+        span!("demote", bytes = bytes);
+        if self.inner.pool.tiers.is_none() {
+            return Err(Error::NoTiers);
         }
+        let freed = self.inner.lower(&mut self.owners(sequences)?, bytes, false).done(bytes)?;
+        event!("demoted", bytes = freed);
+        Ok(freed)
     }
 
-    /// Moves the page to `level`; on an error it stays where it was.
-    fn lower(&mut self, codec: Option<&HeadCodec>, level: &Arc<Level>) -> Result<(), Error> {
-        let mut positions = [u32::MAX; LANES];
-        for (lane, to) in (0..self.fill).zip(&mut positions) {
-            *to = self.position(codec, lane).unwrap_or(u32::MAX);
+    /// Moves pages of several sequences from lower tiers to the first, the newest first, until `bytes` have moved or the budget is full;
+    /// returns the bytes moved. A page that these sequences share is shared in the first tier too, where [`Sequence::promote`] of each
+    /// would make a page for each. O(pages).
+    ///
+    /// # Errors
+    /// [`Error::ForeignSequence`], and the errors of [`Sequence::promote`].
+    pub fn promote<'s>(
+        &self,
+        sequences: impl IntoIterator<Item = &'s mut Sequence>,
+        bytes: u64,
+    ) -> Result<u64, Error> {
+        span!("promote", bytes = bytes);
+        if self.inner.pool.tiers.is_none() {
+            return Err(Error::NoTiers);
         }
-        let by = match &self.held {
-            Held::Closed(closed) => Some(closed.by),
-            Held::Away(away) => away.by,
-            _ => None,
-        };
-        let slot = match &self.held {
-            Held::Gone { .. } => return Ok(()),
-            Held::Open(page) | Held::Closed(Closed { packed: page, .. }) => {
-                level.put(&page.fetch()?, positions)?
+        let came = raise(&self.inner, &mut self.owners(sequences)?, bytes)?;
+        event!("promoted", bytes = came);
+        Ok(came)
+    }
+
+    /// Owners of pages that move in one turn.
+    fn owners<'s>(
+        &self,
+        sequences: impl IntoIterator<Item = &'s mut Sequence>,
+    ) -> Result<Vec<Owner<'s>>, Error> {
+        let owner = |(index, sequence): (usize, &'s mut Sequence)| {
+            if !Arc::ptr_eq(&sequence.inner, &self.inner) {
+                return Err(Error::ForeignSequence { index });
             }
-            Held::Away(Away { slot, .. }) => match slot.in_place() {
-                Some(words) => level.put(words, positions)?,
-                None => level.put(&slot.read()?, positions)?,
-            },
+            sequence.sound()?;
+            sequence.repair();
+            Ok(Owner::first(sequence))
         };
-        self.held = Held::Away(Away { slot: Arc::new(slot), by });
-        Ok(())
+        sequences.into_iter().enumerate().map(owner).collect()
     }
 }
 
 impl Sequence {
-    /// Pages of some layers that lie in lower tiers or may move there, oldest first.
-    fn movable(&self, layers: Range<usize>) -> Vec<Movable> {
-        let mut found = Vec::new();
-        for layer in layers {
-            // Pages of a layer shared with a fork may not move.
-            let in_common = self.layers[layer].is_shared();
-            let codecs = &self.layers[layer].codecs;
-            for (head, state) in self.layers[layer].heads.iter().enumerate() {
-                for (chain, run) in state.chains.experts() {
-                    for (i, entry) in run.entries.iter().enumerate() {
-                        let may_go = || {
-                            let own = !in_common && !run.shares(i) && !run.is_tied(entry.ordinal);
-                            own && entry.may_go(codecs[head].as_ref(), self.kept)
-                        };
-                        let (tier, bytes) = match &entry.held {
-                            Held::Away(Away { slot, .. }) => (slot.level.index, slot.bytes()),
-                            _ if may_go() => (0, entry.bytes()),
-                            _ => continue,
-                        };
-                        let last = entry.last().unwrap_or(0);
-                        let ordinal = entry.ordinal;
-                        found.push(Movable { last, layer, head, chain, ordinal, bytes, tier });
-                    }
-                }
-            }
-        }
-        found.sort_unstable_by_key(|page| (page.last, page.layer, page.head, page.chain));
-        found
-    }
-
-    fn lower(&mut self, page: &Movable, level: &Arc<Level>) -> Result<(), Error> {
-        let Sequence { layers, .. } = self;
-        let codecs = layers[page.layer].codecs.clone();
-        let chain = &mut layers[page.layer].heads[page.head].chains[page.chain];
-        chain.entry_mut(page.ordinal).map_or(Ok(()), |entry| entry.lower(codecs[page.head].as_ref(), level))
-    }
-
-    /// Moves a page up to the first tier.
-    fn raise(&mut self, page: &Movable) -> Result<(), Error> {
-        let inner = self.inner.clone();
-        let head = self.layers[page.layer].first_head + page.head as u32;
-        let chain = &mut self.layers[page.layer].heads[page.head].chains[page.chain];
-        let before = page.ordinal.checked_sub(1).and_then(|i| chain.entry(i)?.page()).cloned();
-        let Some(entry) = chain.entry_mut(page.ordinal) else { return Ok(()) };
-        let (Held::Away(Away { slot, by }), Some(last)) = (&entry.held, entry.last()) else { return Ok(()) };
-        let shard = inner.shape.shard_of(chain_place(page.chain), page.ordinal, head);
-        let (mut pages, near) = (inner.pool.arenas.reserve(slot.bytes())?, Near::next(before.as_ref()));
-        let mut fresh = pages.take(shard, slot.words() as u32, near)?;
-        match fresh.words_mut() {
-            Some(words) if inner.shape.config.backend.is_cpu() => slot.read_into(words)?,
-            _ => fresh.put(&slot.read()?)?,
-        }
-        entry.held = match *by {
-            Some(by) => {
-                Held::Closed(Closed { packed: fresh, original: None, last, by, old: false, next: None })
-            }
-            None => Held::Open(fresh),
-        };
-        Ok(())
-    }
-
     /// Moves pages to lower tiers, the oldest first, each to the first tier with room, until `bytes` of the first tier are free or no more
-    /// pages may move; returns the bytes freed. A page may move if it is full, no rollback reaches it (which depends on
-    /// [`CacheConfig::ring`](crate::CacheConfig::ring) and [`CacheConfig::rollback`](crate::CacheConfig::rollback)) and no fork shares it.
-    /// Attention reads moved pages as before. O(pages).
+    /// pages may move; returns the bytes freed. Attention reads moved pages as before. O(pages).
+    ///
+    /// A page may move if it is full, no rollback reaches it (which depends on [`CacheConfig::ring`](crate::CacheConfig::ring) and
+    /// [`CacheConfig::rollback`](crate::CacheConfig::rollback)), and no other sequence holds it, apart from the sequence's own checkpoints,
+    /// prefixes of a [`PrefixIndex`](crate::prefix::PrefixIndex), and [`Parkable`](crate::save::Parkable) sequences that are not awake:
+    /// these refer to the moved page too. Forks that share pages move them together with [`Cache::demote`].
     ///
     /// # Errors
     /// [`Error::NoTiers`]; [`Error::Poisoned`]; [`Error::Tier`] if a tier failed and fewer than `bytes` were freed. Pages already moved
     /// stay there; no page is lost.
     pub fn demote(&mut self, bytes: u64) -> Result<u64, Error> {
-        span!("demote", bytes = bytes);
-        self.sound()?;
-        self.repair();
-        let inner = self.inner.clone();
-        let levels = inner.pool.tiers.as_ref().ok_or(Error::NoTiers)?;
-        let pages = self.movable(0..self.layers.len());
-        let freed = lower_all(levels, &mut [self], pages.into_iter().map(|page| (0, page)).collect(), bytes)?;
-        event!("demoted", bytes = freed);
-        Ok(freed)
+        self.cache().demote([self], bytes)
     }
 
     /// Moves pages from lower tiers to the first, the newest first, until `bytes` have moved or the budget is full; returns the bytes
-    /// moved. O(pages).
+    /// moved. A fork that shares a page still reads it in the lower tier. O(pages).
     ///
     /// # Errors
     /// [`Error::NoTiers`]; [`Error::Poisoned`]; [`Error::Tier`] if a page could not be read, [`Error::OutOfMemory`]. Pages already moved
     /// stay there; no page is lost.
     pub fn promote(&mut self, bytes: u64) -> Result<u64, Error> {
-        span!("promote", bytes = bytes);
-        self.sound()?;
-        self.repair();
-        if self.inner.pool.tiers.is_none() {
-            return Err(Error::NoTiers);
-        }
-        let mut came = 0;
-        for page in self.movable(0..self.layers.len()).into_iter().rev().filter(|page| page.tier > 0) {
-            if came >= bytes {
-                break;
-            }
-            match self.raise(&page) {
-                Ok(()) => came += page.bytes,
-                Err(Error::OutOfBudget { .. }) => break,
-                Err(error) => return Err(error),
-            }
-        }
-        event!("promoted", bytes = came);
-        Ok(came)
+        self.cache().promote([self], bytes)
+    }
+
+    fn cache(&self) -> Cache {
+        Cache { inner: self.inner.clone() }
     }
 
     /// Spreads the pages of some layers over the tiers by shares of their bytes: the newest `shares[0]` in the first tier, the next
-    /// `shares[1]` in the tier beneath, and so on, as planned by `planner::flexgen`. Pages that may not move (see [`Sequence::demote`])
-    /// stay in the first tier and do not count. Later steps and moves do not keep the shares. O(pages).
+    /// `shares[1]` in the tier beneath, and so on, as planned by `planner::flexgen`. Pages that may not move (see [`Sequence::demote`]) or
+    /// that other sequences hold stay in the first tier and do not count. Later steps and moves do not keep the shares. O(pages).
     ///
     /// # Errors
     /// [`Error::Layer`]; [`Error::NoTiers`]; [`Error::Shares`] unless there is one share for each tier and they add up to 1;
@@ -204,30 +142,34 @@ impl Sequence {
         if got != tiers || !sound {
             return Err(Error::Shares { got, tiers, sum });
         }
-        let pages = self.movable(layers);
-        let all: u64 = pages.iter().map(|page| page.bytes).sum();
-        let mut before = 0;
-        let mut moves = Vec::new();
-        for page in pages.iter().rev() {
-            // The middle of a page decides its tier.
-            let at = (before as f64 + page.bytes as f64 / 2.0) / all as f64;
-            before += page.bytes;
-            let ends = shares.iter().scan(0.0, |end, share| {
-                *end += share;
-                Some(*end)
+        let owners = &mut [Owner::first(self)];
+        let plan = plan(owners, layers.clone(), shares);
+        // Pages move down first, to make room for pages that move up; those with the longest way before others.
+        let down = (1..tiers).rev().map(|to| (true, to));
+        for (down, to) in down.chain((0..tiers - 1).map(|to| (false, to))) {
+            let (mut moves, mut failed) = (Moves::new(), None);
+            let mut pages = movable(owners, layers.clone());
+            pages.retain(|page| {
+                plan.get(&page.key) == Some(&to) && if down { page.tier < to } else { page.tier > to }
             });
-            let last = shares.iter().rposition(|share| *share > 0.0).unwrap_or(0);
-            moves.push((*page, ends.take_while(|end| *end <= at).count().min(last)));
-        }
-        // Pages move down first, to make room for pages that move up.
-        for (page, to) in moves.iter().rev().filter(|(page, to)| *to > page.tier) {
-            self.lower(page, &levels.levels[to - 1])?;
-        }
-        for (page, to) in moves.iter().filter(|(page, to)| *to < page.tier) {
-            match to.checked_sub(1) {
-                None => self.raise(page)?,
-                Some(level) => self.lower(page, &levels.levels[level])?,
+            if !down {
+                pages.reverse();
             }
+            for page in &pages {
+                let moved = match to.checked_sub(1) {
+                    None => page.raised(&inner).map(Moved::Up),
+                    Some(level) => page.lowered(&levels.levels[level]).map(Moved::Down),
+                };
+                match moved {
+                    Ok(moved) => drop(moves.insert(page.key, moved)),
+                    Err(error) => {
+                        failed = Some(error);
+                        break;
+                    }
+                }
+            }
+            apply(owners, &moves);
+            failed.map_or(Ok(()), Err)?;
         }
         Ok(())
     }
@@ -246,29 +188,96 @@ impl Sequence {
     }
 }
 
-/// Moves pages of `sequences`, each given with the index of its sequence, down in order until `bytes` are free; returns the bytes freed.
-fn lower_all(
-    levels: &Levels,
-    sequences: &mut [&mut Sequence],
-    pages: Vec<(usize, Movable)>,
-    bytes: u64,
-) -> Result<u64, Error> {
-    let mut failed = vec![None; levels.levels.len()];
-    let mut freed = 0;
-    for (sequence, page) in pages.into_iter().filter(|(_, page)| page.tier == 0) {
-        if freed >= bytes {
-            return Ok(freed);
+/// Tier of each movable page, by its key, so that the newest `shares[0]` of the bytes lie in the first tier, and so on.
+fn plan(owners: &[Owner<'_>], layers: Range<usize>, shares: &[f64]) -> HashMap<usize, usize> {
+    let pages = movable(owners, layers);
+    let all: u64 = pages.iter().map(|page| page.bytes).sum();
+    let last = shares.iter().rposition(|share| *share > 0.0).unwrap_or(0);
+    let mut before = 0;
+    let mut plan = HashMap::new();
+    for page in pages.iter().rev() {
+        // The middle of a page decides its tier.
+        let at = (before as f64 + page.bytes as f64 / 2.0) / all as f64;
+        before += page.bytes;
+        let ends = shares.iter().scan(0.0, |end, share| {
+            *end += share;
+            Some(*end)
+        });
+        plan.insert(page.key, ends.take_while(|end| *end <= at).count().min(last));
+    }
+    plan
+}
+
+/// Moves pages from lower tiers to the first, the newest first, until `bytes` have moved or the budget is full; returns the bytes moved.
+fn raise(inner: &Inner, owners: &mut [Owner<'_>], bytes: u64) -> Result<u64, Error> {
+    let (mut moves, mut came, mut failed) = (Moves::new(), 0, None);
+    for page in movable(owners, 0..inner.shape.stores.len()).iter().rev().filter(|page| page.tier > 0) {
+        if came >= bytes {
+            break;
         }
-        let mut tried = false;
-        for (level, failed) in levels.levels.iter().zip(&mut failed) {
-            // A tier that failed is not tried again in this call.
-            if failed.is_some() {
-                continue;
+        match page.raised(inner) {
+            Ok(raised) => {
+                moves.insert(page.key, Moved::Up(raised));
+                came += page.bytes;
             }
-            tried = true;
-            match sequences[sequence].lower(&page, level) {
-                Ok(()) => {
-                    freed += page.bytes;
+            Err(Error::OutOfBudget { .. }) => break,
+            Err(error) => {
+                failed = Some(error);
+                break;
+            }
+        }
+    }
+    apply(owners, &moves);
+    failed.map_or(Ok(came), Err)
+}
+
+/// Result of moving pages down.
+#[derive(Debug, Default)]
+pub(crate) struct Lowered {
+    /// Bytes freed in the first tier.
+    pub freed: u64,
+    /// Key of each moved page in the first tier, and in the lower one.
+    pub keys: Vec<(usize, usize)>,
+    /// Whether each owner holds moved pages.
+    pub changed: Vec<bool>,
+    /// [`Parkable::id`](crate::save::Parkable::id) of the sequences whose pages were to move and that hold moved pages.
+    pub parkables: Vec<u64>,
+    /// First error of a tier.
+    pub failed: Option<Error>,
+}
+
+impl Lowered {
+    /// The bytes freed, or the error that left them fewer than `bytes`.
+    pub fn done(self, bytes: u64) -> Result<u64, Error> {
+        match self.failed {
+            Some(error) if self.freed < bytes => Err(error),
+            _ => Ok(self.freed),
+        }
+    }
+}
+
+/// Moves pages down in order, each to the first tier with room, until `bytes` of the first tier are free. With `whole`, moves nothing if
+/// all movable pages together have fewer.
+pub(crate) fn lower(levels: &Levels, owners: &mut [Owner<'_>], bytes: u64, whole: bool) -> Lowered {
+    let layers = owners.first().map_or(0, |owner| owner.sequence.layers.len());
+    let mut pages = movable(owners, 0..layers);
+    pages.retain(|page| page.tier == 0);
+    let mut lowered = Lowered::default();
+    if whole && pages.iter().map(|page| page.bytes).sum::<u64>() < bytes {
+        return lowered;
+    }
+    let (mut moves, mut failed) = (Moves::new(), vec![None; levels.levels.len()]);
+    for page in &pages {
+        // A tier that failed is not tried again in this call.
+        if lowered.freed >= bytes || failed.iter().all(Option::is_some) {
+            break;
+        }
+        for (level, failed) in levels.levels.iter().zip(&mut failed).filter(|(_, failed)| failed.is_none()) {
+            match page.lowered(level) {
+                Ok(slot) => {
+                    lowered.keys.push((page.key, Arc::as_ptr(&slot).addr()));
+                    moves.insert(page.key, Moved::Down(slot));
+                    lowered.freed += page.bytes;
                     break;
                 }
                 // A smaller page may still fit.
@@ -276,28 +285,57 @@ fn lower_all(
                 Err(error) => *failed = Some(error),
             }
         }
-        if !tried {
-            break;
-        }
     }
-    match failed.into_iter().flatten().next() {
-        Some(error) if freed < bytes => Err(error),
-        _ => Ok(freed),
-    }
+    lowered.failed = failed.into_iter().flatten().next();
+    lowered.changed = apply(owners, &moves);
+    lowered
 }
 
-/// Moves pages down, the oldest of all `sequences` first, until `bytes` are free; `false` if too few could be freed. Moves nothing if all
-/// movable pages together have fewer than `bytes`.
-pub(crate) fn make_room(inner: &Inner, sequences: &mut [&mut Sequence], bytes: u64) -> Result<bool, Error> {
-    let Some(levels) = &inner.pool.tiers else { return Ok(false) };
-    let mut pages: Vec<(usize, Movable)> = Vec::new();
-    for (i, sequence) in sequences.iter().enumerate() {
-        let movable = sequence.movable(0..sequence.layers.len()).into_iter();
-        pages.extend(movable.filter(|page| page.tier == 0).map(|page| (i, page)));
+impl Inner {
+    /// Moves pages of `owners` down as [`lower`]: by themselves if that suffices, else with all that share pages with them
+    /// ([`Inner::lower_with_idle`]).
+    pub fn lower(&self, owners: &mut [Owner<'_>], bytes: u64, whole: bool) -> Lowered {
+        let Some(levels) = &self.pool.tiers else { return Lowered::default() };
+        let mut lowered = lower(levels, owners, bytes, true);
+        if lowered.freed < bytes && lowered.failed.is_none() {
+            let missing = bytes - lowered.freed;
+            let more = self.lower_with_idle(owners, missing, whole && lowered.freed == 0, |_| false);
+            lowered = Lowered { freed: lowered.freed + more.freed, ..more };
+        }
+        lowered
     }
-    if pages.iter().map(|(_, page)| page.bytes).sum::<u64>() < bytes {
-        return Ok(false);
+
+    /// Moves pages down as [`lower`]: those of `owners` and of the parkable sequences for which `asked` returns true, including those that
+    /// they share with other parkable sequences and with prefixes of an index. Sequences that are awake are skipped.
+    pub fn lower_with_idle(
+        &self,
+        owners: &mut [Owner<'_>],
+        bytes: u64,
+        whole: bool,
+        asked: impl Fn(&Turn) -> bool,
+    ) -> Lowered {
+        let Some(levels) = &self.pool.tiers else { return Lowered::default() };
+        let slots = self.parkables.all();
+        let mut idle: Vec<_> = slots.iter().filter_map(|slot| slot.lock(&self.pool)).collect();
+        idle.sort_unstable_by_key(|(turn, _)| *turn);
+        if owners.is_empty() && !idle.iter().any(|(turn, _)| asked(turn)) {
+            return Lowered::default();
+        }
+        let mut lowered = Lowered::default();
+        self.idle.lend(&mut |stored| {
+            let parkables = idle.iter_mut().enumerate().map(|(i, (turn, sequence))| {
+                sequence.repair();
+                Owner { sequence, turn: asked(turn).then_some(i) }
+            });
+            let stored = stored.into_iter().map(|sequence| Owner { sequence, turn: None });
+            let known = owners.iter_mut().map(Owner::again);
+            let mut all: Vec<Owner<'_>> = known.chain(parkables).chain(stored).collect();
+            lowered = lower(levels, &mut all, bytes, whole);
+            lowered.keys.clone()
+        });
+        let changed = lowered.changed.iter().skip(owners.len());
+        let ids = idle.iter().zip(changed).filter(|((turn, _), changed)| **changed && asked(turn));
+        lowered.parkables = ids.map(|((turn, _), _)| turn.id).collect();
+        lowered
     }
-    pages.sort_by_key(|(_, page)| page.last);
-    Ok(lower_all(levels, sequences, pages, bytes)? >= bytes)
 }

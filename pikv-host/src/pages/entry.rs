@@ -174,6 +174,15 @@ impl Entry {
         }
     }
 
+    /// A number that is equal for entries of one page, in whatever tier it lies, and differs between pages; `None` if the page is evicted.
+    pub fn key(&self) -> Option<usize> {
+        match &self.held {
+            Held::Gone { .. } => None,
+            Held::Open(page) | Held::Closed(Closed { packed: page, .. }) => Some(page.key()),
+            Held::Away(Away { slot, .. }) => Some(Arc::as_ptr(slot).addr()),
+        }
+    }
+
     /// Whether the page is evicted.
     pub fn is_gone(&self) -> bool {
         matches!(self.held, Held::Gone { .. })

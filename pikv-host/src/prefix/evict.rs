@@ -1,17 +1,35 @@
 //! Eviction from a prefix index that exceeds its budget, or for a step that needs memory: only prefixes that no sequence reads, the least
 //! recently used first, the last tokens of a prefix before earlier ones. For a step, pages are first moved to lower tiers.
 
-use crate::cache::idle::Spare;
+use crate::cache::idle::{Keys, Spare};
+use crate::cache::owners::Owner;
+use crate::cache::sequence::Sequence;
+use crate::cache::tiering::lower;
 use crate::prefix::tree::{Boundary, Stored, Tree};
 use crate::prefix::{Shared, add};
 use pikv_core::page::PAGE;
+use std::collections::HashMap;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, RwLockWriteGuard};
 
 impl Spare for Shared {
     fn give_back(&self, bytes: u64) -> u64 {
         self.free(&mut self.tree(), bytes)
     }
+
+    fn lend(&self, call: &mut dyn FnMut(Vec<&mut Sequence>) -> Keys) -> Keys {
+        let tree = &mut *self.tree();
+        let stored = self.stored();
+        let mut locked: Vec<_> = stored.iter().map(|stored| written(stored)).collect();
+        let keys = call(locked.iter_mut().filter_map(|sequence| sequence.as_mut()).collect());
+        add(&self.counts.lower, tree.lowered(&keys));
+        keys
+    }
+}
+
+/// The sequence, locked for writing.
+fn written(stored: &Stored) -> RwLockWriteGuard<'_, Option<Sequence>> {
+    stored.sequence.write().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Shared {
@@ -21,33 +39,43 @@ impl Shared {
         let before = arenas.taken();
         let came = || before.saturating_sub(arenas.taken());
         if bytes > 0 {
-            self.demote_until(tree, bytes, &came);
+            self.demote_until(tree, bytes);
             self.evict_until(tree, &|| came() >= bytes);
         }
         came()
     }
 
-    /// Moves pages of idle leaves to lower tiers, the least recently used first, until `bytes` are free. Pages shared by stored sequences
-    /// stay. Stops at the first error of a tier: the rest can be evicted.
-    fn demote_until(&self, tree: &mut Tree, bytes: u64, came: &dyn Fn() -> u64) {
-        if self.cache.inner.pool.tiers.is_none() {
+    /// All stored sequences. O(boundaries).
+    fn stored(&self) -> Vec<Arc<Stored>> {
+        let mut all = HashMap::new();
+        for part in &self.parts {
+            let part = part.read().unwrap_or_else(PoisonError::into_inner);
+            for stored in part.values().filter_map(|boundary| boundary.stored.get()) {
+                all.entry(Arc::as_ptr(stored)).or_insert_with(|| stored.clone());
+            }
+        }
+        all.into_values().collect()
+    }
+
+    /// Moves pages of idle leaves to lower tiers, the least recently used first, until `bytes` are free, also pages that stored sequences
+    /// share. Stops at the first error of a tier: the rest can be evicted.
+    fn demote_until(&self, tree: &mut Tree, bytes: u64) {
+        let Some(levels) = &self.cache.inner.pool.tiers else { return };
+        let idle: Vec<Arc<Stored>> = tree.leaves.idle().filter(|of| !of.lowered.load(Relaxed)).collect();
+        if idle.is_empty() {
             return;
         }
-        let idle: Vec<Arc<Stored>> = tree.leaves.idle().filter(|of| !of.lowered.load(Relaxed)).collect();
-        for stored in idle {
-            let missing = bytes.saturating_sub(came());
-            if missing == 0 {
-                return;
-            }
-            let mut sequence = stored.sequence.write().unwrap_or_else(PoisonError::into_inner);
-            let Some(sequence) = &mut *sequence else { continue };
-            self.counts.let_go(tree.take_pages(sequence));
-            let demoted = sequence.demote(missing);
-            self.counts.hold(tree.add_pages(sequence));
-            match demoted {
-                Ok(freed) => stored.lowered.store(freed < missing, Relaxed),
-                Err(_) => return,
-            }
+        let turns: HashMap<_, _> = idle.iter().map(Arc::as_ptr).zip(0..).collect();
+        let stored = self.stored();
+        let mut locked: Vec<_> = stored.iter().map(|stored| (stored, written(stored))).collect();
+        let owners = locked.iter_mut().filter_map(|(stored, sequence)| {
+            let turn = turns.get(&Arc::as_ptr(stored)).copied();
+            Some(Owner { sequence: sequence.as_mut()?, turn })
+        });
+        let lowered = lower(levels, &mut owners.collect::<Vec<_>>(), bytes, false);
+        add(&self.counts.lower, tree.lowered(&lowered.keys));
+        if lowered.failed.is_none() && lowered.freed < bytes {
+            idle.iter().for_each(|stored| stored.lowered.store(true, Relaxed));
         }
     }
 

@@ -113,4 +113,16 @@ impl Tree {
         });
         taken
     }
+
+    /// Counts pages that moved to lower tiers, given with their keys before and after; returns their bytes.
+    pub fn lowered(&mut self, keys: &[(usize, usize)]) -> u64 {
+        let mut bytes = 0;
+        for (before, after) in keys {
+            if let Some((count, of, _)) = self.pages.remove(before) {
+                self.pages.insert(*after, (count, of, true));
+                bytes += of;
+            }
+        }
+        bytes
+    }
 }

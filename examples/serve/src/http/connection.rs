@@ -33,7 +33,8 @@ impl axum::serve::Listener for Listener {
                     // Send each token at once.
                     let _ = stream.set_nodelay(true);
                     let timer = Box::pin(sleep(self.idle));
-                    return (Connection { stream, timer, idle: self.idle, _permit: permit }, address);
+                    let (idle, asking) = (self.idle, false);
+                    return (Connection { stream, timer, idle, asking, _permit: permit }, address);
                 }
                 // For example too many open files: wait until some are closed.
                 Err(_) => sleep(Duration::from_millis(50)).await,
@@ -51,14 +52,22 @@ pub struct Connection {
     stream: TcpStream,
     timer: Pin<Box<Sleep>>,
     idle: Duration,
+    /// Whether a request was read in part, and nothing was written since.
+    asking: bool,
     _permit: Option<OwnedSemaphorePermit>,
 }
 
+type Moved<T> = Poll<io::Result<T>>;
+
 impl Connection {
-    /// Result of a read or a write; [`io::ErrorKind::TimedOut`] if it waited too long.
-    fn moved<T>(&mut self, context: &mut Context<'_>, poll: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    /// Result of a read or a write; [`io::ErrorKind::TimedOut`] if it waited too long. A request that is sent byte by byte is no progress:
+    /// it has the idle time in all.
+    fn moved<T>(&mut self, context: &mut Context<'_>, poll: Moved<T>, written: bool) -> Moved<T> {
         if poll.is_ready() {
-            self.timer.as_mut().reset(Instant::now() + self.idle);
+            if written || !self.asking {
+                self.timer.as_mut().reset(Instant::now() + self.idle);
+            }
+            self.asking = !written;
             return poll;
         }
         ready!(self.timer.as_mut().poll(context));
@@ -67,31 +76,23 @@ impl Connection {
 }
 
 impl AsyncRead for Connection {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        to: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
+    fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, to: &mut ReadBuf<'_>) -> Moved<()> {
         let poll = Pin::new(&mut self.stream).poll_read(context, to);
-        self.moved(context, poll)
+        self.moved(context, poll, false)
     }
 }
 
 impl AsyncWrite for Connection {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        from: &[u8],
-    ) -> Poll<io::Result<usize>> {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, from: &[u8]) -> Moved<usize> {
         let poll = Pin::new(&mut self.stream).poll_write(context, from);
-        self.moved(context, poll)
+        self.moved(context, poll, true)
     }
 
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Moved<()> {
         Pin::new(&mut self.stream).poll_flush(context)
     }
 
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Moved<()> {
         Pin::new(&mut self.stream).poll_shutdown(context)
     }
 }

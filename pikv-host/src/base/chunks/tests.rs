@@ -111,6 +111,36 @@ fn a_clone_takes_a_pointer_a_chunk_and_a_write_one_chunk() {
     assert_eq!(Arc::strong_count(&item), 10 * CHUNK);
 }
 
+/// Lists that share chunks share the rewritten ones; chunks in which nothing changes stay the same.
+#[test]
+fn chunks_are_rewritten_once_for_all_lists() {
+    let mut list: Chunks<usize> = (0..10 * CHUNK).collect();
+    let mut fork = list.clone();
+    let other = list.clone();
+    fork[0] = 1000;
+    let is = |item: &usize| (3 * CHUNK..4 * CHUNK).contains(item) || *item == 7;
+    let mut known = super::Rewritten::new();
+    let mut edited = 0;
+    for list in [&mut list, &mut fork] {
+        list.rewrite(&mut known, &is, &mut |item| {
+            edited += 1;
+            *item += 1;
+        });
+    }
+    drop(known);
+    // The first chunk is that of each list, and the fourth that of both.
+    assert_eq!(edited, 2 + CHUNK);
+    assert!(list.iter().copied().eq((0..10 * CHUNK).map(|item| item + usize::from(is(&item)))));
+    assert!(fork.iter().skip(1).eq(list.iter().skip(1)) && fork[0] == 1000);
+    let address = |list: &Chunks<usize>, i: usize| list.parts().nth(i).unwrap().0.0;
+    let shares = |a: &Chunks<usize>, b: &Chunks<usize>| -> Vec<bool> {
+        (0..10).map(|i| address(a, i) == address(b, i)).collect()
+    };
+    assert_eq!(shares(&list, &fork), (0..10).map(|i| i != 0).collect::<Vec<_>>());
+    assert_eq!(shares(&list, &other), (0..10).map(|i| i != 0 && i != 3).collect::<Vec<_>>());
+    assert!(other.iter().copied().eq(0..10 * CHUNK));
+}
+
 #[test]
 fn lists_that_slide_ask_for_no_memory_and_give_back_what_they_leave() {
     let mut list: Chunks<usize> = (0..5 * CHUNK).collect();
