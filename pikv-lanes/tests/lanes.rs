@@ -377,7 +377,7 @@ fn load_part_reads_what_is_there() {
     }
 }
 
-#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 #[test]
 fn load_part_touches_nothing_past_the_end() {
     use std::ffi::{c_int, c_long, c_void};
@@ -393,7 +393,8 @@ fn load_part_touches_nothing_past_the_end() {
         fn mprotect(at: *mut c_void, len: usize, prot: c_int) -> c_int;
         fn munmap(at: *mut c_void, len: usize) -> c_int;
     }
-    const PAGE: usize = 4096;
+    // A multiple of the system's page size, which is up to 64 KiB.
+    const PAGE: usize = 1 << 16;
     const READ_WRITE: c_int = 3;
     const PRIVATE_ANONYMOUS: c_int = 0x22;
 
