@@ -73,7 +73,7 @@ macro_rules! load {
     }};
 }
 
-/// A mnemonic of a prefetch, for both cache lines of 32 words at `$p`.
+/// A mnemonic of a prefetch, for both cache lines of 32 words at address `$p`.
 macro_rules! prefetch {
     ($op:literal, $p:expr) => {
         // SAFETY: a prefetch is a hint on any address; it changes neither memory nor registers.
@@ -91,7 +91,7 @@ macro_rules! prefetch {
 /// Prefetches `words` into the first-level cache.
 #[inline(always)]
 pub(crate) fn fetch(words: &[u32; LANES]) {
-    prefetch!("prfm pldl1keep", words.as_ptr());
+    prefetch!("prfm pldl1keep", words.as_ptr().addr());
 }
 
 impl Warp for Neon {
@@ -387,7 +387,7 @@ impl Warp for Neon {
     #[inline(always)]
     fn prefetch(self, row: &[u32; LANES]) {
         // Into the second-level cache, as on x86-64; which level is best has not been measured on a processor with NEON.
-        prefetch!("prfm pldl2keep", row.as_ptr());
+        prefetch!("prfm pldl2keep", row.as_ptr().addr());
     }
     // Lane 0 of the butterfly depends, at distance d, only on lanes below d, each of them op(lane i, lane i + d).
     #[inline(always)]
