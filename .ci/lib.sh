@@ -1,4 +1,5 @@
-# What .ci/run and .ci/full share: named steps whose times go to target/ci-times.csv, and what the distribution has to install.
+# What .ci/run and .ci/full share: named steps whose times go to target/ci-times.csv.
+. .ci/apt.sh
 
 # Each thing is compiled once here: what makes a second build of it faster makes the first one slower.
 export CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=0
@@ -32,15 +33,6 @@ table() {
     BEGIN { printf "%-72s %8s %8s\n", "step", "s", "CPU s" }
     { printf "%-72s %8d %8d\n", $1, $2, $3; s += $2; c += $3 }
     END { printf "%-72s %8d %8d\n", "all", s, c }'
-}
-
-# apt PACKAGE..: installs what is missing of these.
-apt() {
-  local missing=()
-  for package in "$@"; do dpkg -s "$package" >/dev/null 2>&1 || missing+=("$package"); done
-  [ ${#missing[@]} = 0 ] && return
-  apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 }
 
 # The bits of the CPU's decode from the CUDA back end over the stand-in: the profile that it was built with, and so many tokens.

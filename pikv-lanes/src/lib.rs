@@ -18,7 +18,11 @@ pub mod tile;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+mod neon;
 
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+pub use self::neon::Neon;
 #[cfg(target_arch = "x86_64")]
 pub use self::{avx2::Avx2, avx512::Avx512};
 
@@ -29,7 +33,7 @@ use pikv_core::{
 
 /// Lanes that this machine can run.
 ///
-/// The vector variants hold a value that exists only where their instruction set was detected, so a `Lanes` can
+/// The variants of x86-64 hold a value that exists only where their instruction set was detected, so a `Lanes` can
 /// always [`run`](Lanes::run).
 ///
 /// ```
@@ -49,6 +53,9 @@ pub enum Lanes {
     /// AVX-512 F, BW, DQ, VL and VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
+    /// NEON, which every aarch64 processor has.
+    #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+    Neon,
 }
 
 /// Why lanes are not available.
@@ -78,7 +85,9 @@ pub fn fetch(words: &[u32; LANES]) {
             _mm_prefetch::<_MM_HINT_T0>(p.add(64));
         }
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+    neon::fetch(words);
+    #[cfg(not(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little"))))]
     let _ = words;
 }
 
@@ -95,13 +104,15 @@ impl Lanes {
             Avx512::new().map(Self::Avx512),
             #[cfg(target_arch = "x86_64")]
             Avx2::new().map(Self::Avx2),
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            Some(Self::Neon),
             Some(Self::Portable),
         ]
         .into_iter()
         .flatten()
     }
 
-    /// The lanes called `name`: `"portable"`, `"avx2"` or `"avx512"`.
+    /// The lanes called `name`: `"portable"`, `"avx2"`, `"avx512"` or `"neon"`.
     ///
     /// # Errors
     /// [`LanesError::Unavailable`] if no lanes have that name, or this machine does not run them.
@@ -120,6 +131,8 @@ impl Lanes {
             Self::Avx2(_) => Avx2::NAME,
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(_) => Avx512::NAME,
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            Self::Neon => Neon::NAME,
         }
     }
 
@@ -131,6 +144,8 @@ impl Lanes {
             Self::Avx2(_) => Avx2::ROWS,
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(_) => Avx512::ROWS,
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            Self::Neon => Neon::ROWS,
         }
     }
 
@@ -146,6 +161,8 @@ impl Lanes {
             // enables.
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(w) => unsafe { run_avx512(w, k) },
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            Self::Neon => k.run(Neon),
         }
     }
 }
@@ -163,7 +180,7 @@ fn run_avx512<K: Kernel>(w: Avx512, k: K) -> K::Out {
 }
 
 /// A gather lane by lane: for tables that 32-bit signed indices cannot span, and to panic at the bad index.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
 #[cold]
 #[inline(never)]
 fn gather_checked(table: &[f32], index: &[u32; pikv_core::warp::LANES]) -> [f32; pikv_core::warp::LANES] {

@@ -276,30 +276,32 @@ impl Kernel for Gather<'_> {
     }
 }
 
-/// Bits of an f32: any, or one of the values at which implementations may differ.
+/// Bits of f32 at which implementations may differ.
+const EDGES: [u32; 20] = [
+    0x0000_0000,
+    0x8000_0000,
+    0x0000_0001,
+    0x8000_0001,
+    0x007f_ffff,
+    0x807f_ffff,
+    0x0080_0000,
+    0x8080_0000,
+    0x3f80_0000,
+    0xbf80_0000,
+    0x3f80_0001,
+    0x7f7f_ffff,
+    0xff7f_ffff,
+    0x7f80_0000,
+    0xff80_0000,
+    0x7fc0_0000,
+    0xffc0_1234,
+    0x7f80_0001,
+    0x7fff_ffff,
+    0xffff_ffff,
+];
+
+/// Bits of an f32: any, or one of [`EDGES`].
 fn word() -> impl Strategy<Value = u32> {
-    const EDGES: [u32; 20] = [
-        0x0000_0000,
-        0x8000_0000,
-        0x0000_0001,
-        0x8000_0001,
-        0x007f_ffff,
-        0x807f_ffff,
-        0x0080_0000,
-        0x8080_0000,
-        0x3f80_0000,
-        0xbf80_0000,
-        0x3f80_0001,
-        0x7f7f_ffff,
-        0xff7f_ffff,
-        0x7f80_0000,
-        0xff80_0000,
-        0x7fc0_0000,
-        0xffc0_1234,
-        0x7f80_0001,
-        0x7fff_ffff,
-        0xffff_ffff,
-    ];
     prop_oneof![
         2 => any::<u32>(),
         2 => prop::sample::select(&EDGES[..]),
@@ -313,6 +315,29 @@ fn words() -> impl Strategy<Value = Words> {
     prop_oneof![uniform32(word()), uniform32((-100.0f32..100.0).prop_map(f32::to_bits))]
 }
 
+/// Asserts that every operation gives the bits of the portable lanes.
+fn same_on_all_lanes(k: EveryOp<'_>) {
+    let want = Lanes::Portable.run(k);
+    for lanes in Lanes::available() {
+        let got = lanes.run(k);
+        assert_eq!(got.len(), want.len());
+        for (got, want) in got.iter().zip(&want) {
+            assert_eq!(got, want, "on {}", lanes.name());
+        }
+    }
+}
+
+/// Zeros of both signs, subnormals, infinities and NaNs, each with each.
+#[test]
+fn every_op_gives_the_bits_of_portable_at_all_pairs_of_edges() {
+    let pairs: Vec<[u32; 2]> = EDGES.iter().flat_map(|a| EDGES.map(|b| [*a, b])).collect();
+    for (pairs, c) in pairs.chunks(LANES).zip(EDGES) {
+        let [a, b] = [0, 1].map(|side| std::array::from_fn(|i| pairs[i % pairs.len()][side]));
+        let k = EveryOp { a: &a, b: &b, c: &[c; LANES], bits: [a[0], b[1]], table: &[1.0] };
+        same_on_all_lanes(k);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
@@ -324,15 +349,7 @@ proptest! {
         bits in any::<[u32; 2]>(),
         table in prop::collection::vec(word().prop_map(f32::from_bits), 1..200),
     ) {
-        let k = EveryOp { a: &a, b: &b, c: &c, bits, table: &table };
-        let want = Lanes::Portable.run(k);
-        for lanes in Lanes::available() {
-            let got = lanes.run(k);
-            prop_assert_eq!(got.len(), want.len());
-            for (g, w) in got.iter().zip(&want) {
-                prop_assert_eq!(g, w, "on {}", lanes.name());
-            }
-        }
+        same_on_all_lanes(EveryOp { a: &a, b: &b, c: &c, bits, table: &table });
     }
 
     #[test]
@@ -377,7 +394,7 @@ fn load_part_reads_what_is_there() {
     }
 }
 
-#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 #[test]
 fn load_part_touches_nothing_past_the_end() {
     use std::ffi::{c_int, c_long, c_void};
@@ -393,7 +410,8 @@ fn load_part_touches_nothing_past_the_end() {
         fn mprotect(at: *mut c_void, len: usize, prot: c_int) -> c_int;
         fn munmap(at: *mut c_void, len: usize) -> c_int;
     }
-    const PAGE: usize = 4096;
+    // A multiple of the system's page size, which is up to 64 KiB.
+    const PAGE: usize = 1 << 16;
     const READ_WRITE: c_int = 3;
     const PRIVATE_ANONYMOUS: c_int = 0x22;
 
