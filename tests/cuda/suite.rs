@@ -231,7 +231,7 @@ fn attention_mass() {
 }
 
 #[test]
-fn poisoned_pages_on_the_older_kernels() {
+fn poisoned_pages_on_an_older_device() {
     let standin = Standin::new();
     standin.set(Set::Capability, 75);
     let mut ops = vec![Op::Feed(vec![(0, 50)]), Op::Fork(0)];

@@ -10,7 +10,7 @@ use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, Position};
 use pikv_core::warp::LANES;
 use pikv_kernels::args::{LayoutArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WriteArg};
-use pikv_kernels::ptx::SM_80;
+use pikv_kernels::ptx::TEXT;
 use pikv_lanes::Lanes;
 use pikv_lanes::attend::{Block, Common, Finish, bundles};
 use pikv_lanes::merge::join;
@@ -268,7 +268,7 @@ fn address<T: NoUninit>(list: &[T]) -> u64 {
 
 #[test]
 fn kernels_have_the_bits_of_the_lanes_and_attend_as_in_f64() {
-    let program = Program::new(SM_80).unwrap();
+    let program = Program::new(TEXT).unwrap();
     for (layout, rows, tokens) in [
         (Layout::new(128, Dtype::Bf16).values(128, Dtype::Bf16), 4, 700),
         (Layout::new(64, Dtype::F32).values(80, Dtype::F16), 4, 256),
@@ -286,9 +286,9 @@ fn kernels_have_the_bits_of_the_lanes_and_attend_as_in_f64() {
 fn spoilt(entry: &str, mark: &str, old: &str, new: &str) -> String {
     let mut at = 0;
     for text in [&format!(".entry {entry}("), mark, old] {
-        at += SM_80[at..].find(text).unwrap_or_else(|| panic!("{entry} has no {text}"));
+        at += TEXT[at..].find(text).unwrap_or_else(|| panic!("{entry} has no {text}"));
     }
-    format!("{}{new}{}", &SM_80[..at], &SM_80[at + old.len()..])
+    format!("{}{new}{}", &TEXT[..at], &TEXT[at + old.len()..])
 }
 
 #[test]

@@ -139,15 +139,13 @@ impl Device {
         let attribute = |which| answer("cuDeviceGetAttribute", device.get_attribute(which));
         let major = attribute(DeviceAttribute::ComputeCapabilityMajor)?;
         let minor = attribute(DeviceAttribute::ComputeCapabilityMinor)?;
-        let ptx = match major {
-            8.. => pikv_kernels::ptx::SM_80,
-            7 => pikv_kernels::ptx::SM_70,
-            _ => return Err(CudaError::Capability { device: name, major, minor }),
-        };
+        if major < 7 {
+            return Err(CudaError::Capability { device: name, major, minor });
+        }
         let context = answer("cuDevicePrimaryCtxRetain", Context::new(device))?;
         answer("cuCtxSetCurrent", CurrentContext::set_current(&context))?;
         let stream = stream()?;
-        let module = answer("cuModuleLoadDataEx", Module::from_ptx(ptx, &[]))?;
+        let module = answer("cuModuleLoadDataEx", Module::from_ptx(pikv_kernels::ptx::TEXT, &[]))?;
         let kernel = |name: &str| {
             answer("cuModuleGetFunction", module.get_function(name)).map(|function| Kernel(function.to_raw()))
         };
