@@ -12,7 +12,7 @@ use std::ffi::c_void;
 use std::time::Duration;
 
 /// Threads of a block of a launch.
-const THREADS: u32 = 128;
+pub const THREADS: u32 = 128;
 
 /// A device with the kernels. Fields are given back in their order.
 pub struct Gpu {

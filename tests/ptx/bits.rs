@@ -12,7 +12,7 @@ use pikv_core::page::{Layout, Position};
 use pikv_core::rope::{Pairs, Rope, Rotation};
 use pikv_core::warp::LANES;
 use pikv_interpreter::{Cause, Fault, Machine, Memory};
-use pikv_kernels::args::{CopyArg, LayoutArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WriteArg};
+use pikv_kernels::args::{CopyArg, JoinArg, LayoutArg, RopeArg, RowArg, SightArg, TaskArg, WriteArg};
 use pikv_lanes::attend::{Block, Common, Finish, bundles};
 use pikv_lanes::merge::join;
 use pikv_test::numbers::Rng;
@@ -418,26 +418,52 @@ fn put_parts(machine: &mut Machine, parts: &[(Vec<f32>, Vec<bool>)], layout: &La
     address
 }
 
+/// Merges of parts by their indices, level by level, as lists on the device: rows, joins and bounds. A launch has a block for each row.
+fn put_merges(machine: &mut Machine, levels: &[&[[usize; 2]]], (rows, layout): (usize, &Layout)) -> [u64; 3] {
+    let (acc_rows, head) = (layout.acc_rows(), JoinArg::MERGE);
+    let at = |part: usize| (part * Partial::len(rows, acc_rows)) as u64;
+    let join = |[left, right]: &[usize; 2]| JoinArg { left: at(*left), right: at(*right), acc_rows, head };
+    let joins: Vec<JoinArg> = levels.concat().iter().map(join).collect();
+    let bounds = (0..=levels.len()).map(|level| levels[..level].concat().len() as u32);
+    let (rows, levels) = (rows as u32, levels.len() as u32);
+    // Row by row backwards, each to its own place.
+    let row = |row| RowArg { part: 0, rows, row, out: row, bounds: 0, levels, pad: 0 };
+    let rows: Vec<RowArg> = (0..rows).rev().map(row).collect();
+    let memory = &mut machine.memory;
+    [memory.put(&rows), memory.put(&joins), memory.put(&bounds.collect::<Vec<_>>())]
+}
+
+/// Arguments of a kernel that joins `parts` by these lists, without maps. `end`: those of its output.
+fn joining<'a>(
+    layout: &'a LayoutArg,
+    lists: &'a [u64; 3],
+    parts: &'a u64,
+    end: &[&'a [u8]],
+) -> Vec<&'a [u8]> {
+    let [rows, joins, bounds] = lists.each_ref().map(bytes_of);
+    let (heads, work) = (bytes_of(&0u64), bytes_of(&0u64));
+    [&[bytes_of(layout), rows, joins, bounds, heads, work, bytes_of(parts)], end].concat()
+}
+
 #[test]
 fn merges_with_the_bits_of_the_cpu() {
     let mut machine = Machine::new(&text()).unwrap();
     let mut rng = Rng(0x3e46e);
     for (layout, rows) in layouts(&mut rng).into_iter().flat_map(|l| ROWS.map(|r| (l, r))) {
         let parts: Vec<_> = (0..7).map(|_| part(&mut rng, rows, &layout)).collect();
-        let pairs = [[0u32, 1], [5, 2], [3, 6]];
+        let levels: [&[[usize; 2]]; 3] = [&[[0, 1], [5, 2], [3, 6]], &[[0, 5]], &[[0, 3]]];
         let address = put_parts(&mut machine, &parts, &layout);
-        let at = |part: u32| u64::from(part) * parts[0].0.len() as u64;
-        let list = machine.memory.put(&pairs.map(|[left, right]| PairArg {
-            left: at(left),
-            right: at(right),
-            rows: rows as u32,
-            acc_rows: layout.acc_rows(),
-        }));
-        let args: &[&[u8]] = &[bytes_of(&list), bytes_of(&3u32), bytes_of(&address)];
-        machine.launch("merge_pairs", 2, 64, args).unwrap_or_else(|e| panic!("{e}, {layout:?}"));
+        let lists = put_merges(&mut machine, &levels, (rows, &layout));
+        let layout_arg = LayoutArg::from(layout);
+        let args = joining(&layout_arg, &lists, &address, &[]);
+        // Warps that have one join, two, or none.
+        let threads = rng.of(&[32, 64, 128]);
+        machine
+            .launch("join_rows", rows as u32, threads, &args)
+            .unwrap_or_else(|e| panic!("{e}, {layout:?}"));
         for lanes in Lanes::available() {
             let mut host: Vec<_> = parts.iter().map(|p| p.0.clone()).collect();
-            for [left, right] in pairs.map(|p| p.map(|i| i as usize)) {
+            for [left, right] in levels.concat() {
                 let mut source = host[right].clone();
                 let [left, right] =
                     [&mut host[left], &mut source].map(|part| Partial::new(part, rows, layout.acc_rows()));
@@ -459,8 +485,9 @@ fn merges_with_the_bits_of_the_cpu() {
                 }
             }
         }
-        machine.memory.free(address).unwrap();
-        machine.memory.free(list).unwrap();
+        for address in lists.into_iter().chain([address]) {
+            machine.memory.free(address).unwrap();
+        }
     }
 }
 
@@ -473,24 +500,10 @@ fn finishes_with_the_bits_of_the_cpu() {
         let address = put_parts(&mut machine, &parts, &layout);
         let width = layout.v_dim as usize;
         let (out, ends) = (machine.memory.allocate(rows * width * 4), machine.memory.allocate(rows * 12));
-        // Row by row backwards, each to its own place.
-        let order: Vec<RowArg> = (0..rows as u32)
-            .rev()
-            .map(|row| RowArg { part: 0, rows: rows as u32, row, out: row, pad: 0 })
-            .collect();
-        let list = machine.memory.put(&order);
-        let (layout_arg, row_arg) = (LayoutArg::from(layout), rows as u32);
-        let args: &[&[u8]] = &[
-            bytes_of(&layout_arg),
-            bytes_of(&list),
-            bytes_of(&row_arg),
-            bytes_of(&address),
-            bytes_of(&out),
-            bytes_of(&ends),
-        ];
-        machine
-            .launch("finish_rows", (rows as u32).div_ceil(2), 64, args)
-            .unwrap_or_else(|e| panic!("{e}, {layout:?}"));
+        let lists = put_merges(&mut machine, &[], (rows, &layout));
+        let layout_arg = LayoutArg::from(layout);
+        let args = joining(&layout_arg, &lists, &address, &[bytes_of(&out), bytes_of(&ends)]);
+        machine.launch("finish_rows", rows as u32, 64, &args).unwrap_or_else(|e| panic!("{e}, {layout:?}"));
         let device: Vec<f32> = machine.memory.read(out, rows * width).unwrap();
         let device_ends: Vec<[f32; 3]> = machine.memory.read(ends, rows).unwrap();
         let mut buffer = parts[0].0.clone();
@@ -512,7 +525,7 @@ fn finishes_with_the_bits_of_the_cpu() {
                 assert!(host.iter().all(|x| x.to_bits() == 0));
             }
         }
-        for address in [address, out, ends, list] {
+        for address in lists.into_iter().chain([address, out, ends]) {
             machine.memory.free(address).unwrap();
         }
     }
@@ -566,11 +579,14 @@ fn appends_and_copies_with_the_bits_of_the_cpu() {
             }
         }
         let layout_arg = LayoutArg::from(layout);
+        let (k_host, v_host) = (k[..k_dim].to_vec(), v[..v_dim].to_vec());
         let (k, v, list) = (machine.memory.put(&k), machine.memory.put(&v), machine.memory.put(&writes));
         let count = writes.len() as u32;
-        let args: &[&[u8]] =
-            &[bytes_of(&layout_arg), bytes_of(&k), bytes_of(&v), bytes_of(&list), bytes_of(&count)];
-        machine.launch("append", 2, 128, args).unwrap_or_else(|e| panic!("{what}: {e}"));
+        let tokens = [bytes_of(&layout_arg), bytes_of(&k), bytes_of(&v), bytes_of(&list), bytes_of(&count)];
+        let none = [bytes_of(&0u64), bytes_of(&0u32)];
+        machine
+            .launch("append", 2, 128, &[&tokens[..], &none].concat())
+            .unwrap_or_else(|e| panic!("{what}: {e}"));
         for (page, lanes) in pages.iter().zip(&lanes) {
             same_page(&machine, &layout, &page.0, page.1, lanes).unwrap_or_else(|e| panic!("{what}: {e}"));
         }
@@ -586,7 +602,30 @@ fn appends_and_copies_with_the_bits_of_the_cpu() {
         machine.launch("copy_tokens", 1, 128, args).unwrap_or_else(|e| panic!("{what}: {e}"));
         same_page(&machine, &layout, &target.0, target.1, &[0, 1, 2, 19])
             .unwrap_or_else(|e| panic!("{what}: {e}"));
-        for address in [k, v, list, copies, pages[0].1, pages[1].1, target.1] {
+        // A lane of each page, and copies of other lanes of them, in one launch.
+        let mut also = blank(&mut machine, &layout);
+        for (from, to) in [(2, 3), (0, 30)] {
+            layout.copy(&pages[0].0, from, &mut also.0, to);
+        }
+        let other =
+            [(2, 3), (0, 30)].map(|(from, to)| CopyArg { source: pages[0].1, target: also.1, from, to });
+        let other = machine.memory.put(&other);
+        for page in &mut pages {
+            layout.write(&mut page.0, 11, Position(939), &k_host, &v_host).expect("finite");
+        }
+        let write = |page: &(Vec<u32>, u64)| WriteArg { page: page.1, position: 939, row: 0 };
+        let writes = machine.memory.put(&pages.each_ref().map(write));
+        let tokens = [bytes_of(&layout_arg), bytes_of(&k), bytes_of(&v), bytes_of(&writes), bytes_of(&2u32)];
+        let copied = [bytes_of(&other), bytes_of(&2u32)];
+        machine
+            .launch("append", 2, 96, &[&tokens[..], &copied].concat())
+            .unwrap_or_else(|e| panic!("{what}: {e}"));
+        let written = [&lanes[0], &[11][..]].concat();
+        let found = same_page(&machine, &layout, &pages[0].0, pages[0].1, &written);
+        found
+            .and_then(|()| same_page(&machine, &layout, &also.0, also.1, &[3, 30]))
+            .unwrap_or_else(|e| panic!("{what}: {e}"));
+        for address in [k, v, list, copies, other, writes, pages[0].1, pages[1].1, target.1, also.1] {
             machine.memory.free(address).unwrap();
         }
     }
@@ -609,10 +648,15 @@ fn tiny(body: &str) -> String {
 
 /// Runs `body` on `words`, with that many threads.
 fn run_tiny(body: &str, words: &[u32], threads: u32) -> Result<Vec<u32>, Fault> {
+    run_blocks(body, words, 1, threads)
+}
+
+/// [`run_tiny`] with several blocks.
+fn run_blocks(body: &str, words: &[u32], blocks: u32, threads: u32) -> Result<Vec<u32>, Fault> {
     let mut machine = Machine::new(&tiny(body)).unwrap();
     machine.program.budget = 10_000;
     let address = machine.memory.put(words);
-    machine.launch("k", 1, threads, &[bytes_of(&address)])?;
+    machine.launch("k", blocks, threads, &[bytes_of(&address)])?;
     Ok(machine.memory.read(address, words.len()).unwrap())
 }
 
@@ -720,6 +764,30 @@ fn finds_races() {
     let write =
         "setp.lt.u32 %p1, %r1, 32;\n @%p1 ld.global.b32 %r2, [%rd3];\n @!%p1 st.global.b32 [%rd3+-128], 1;";
     assert_eq!(to_first(cause(write, &[0; 64], 64).2), (0, 0));
+    // A barrier of the block stands between the two warps, but not between two blocks.
+    for both in [read, write] {
+        let (first, second) = both.split_once("\n @!%p1").unwrap();
+        let apart = format!("{first}\n bar.sync 0;\n @!%p1{second}");
+        assert!(run_tiny(&apart, &[0; 64], 64).is_ok());
+        let blocks =
+            apart.replace("setp.lt.u32 %p1, %r1, 32;", "mov.b32 %r5, %ctaid.x;\n setp.lt.u32 %p1, %r5, 1;");
+        let fault = run_blocks(&blocks.replace("+-128", ""), &[0; 32], 2, 32).unwrap_err();
+        assert_eq!(to_first(fault.cause), (0, 0));
+        // A third access, of the first warp again, needs a second barrier.
+        let third = format!("{apart}\n @%p1 st.global.b32 [%rd3], 2;");
+        assert_eq!(to_first(cause(&third, &[0; 64], 64).2), (0, 0));
+        let third = format!("{apart}\n bar.sync 0;\n @%p1 st.global.b32 [%rd3], 2;");
+        assert!(run_tiny(&third, &[0; 64], 64).is_ok());
+    }
+    // Both warps read, and one of them writes: after a barrier only.
+    let many = "and.b64 %rd4, %rd2, 124;\n add.s64 %rd4, %rd1, %rd4;\n ld.global.b32 %r2, [%rd4];";
+    let then = "setp.lt.u32 %p1, %r1, 32;\n @%p1 st.global.b32 [%rd3], 1;";
+    assert!(matches!(cause(&format!("{then}\n {many}"), &[0; 64], 64).2, Cause::WarpRace { other: 0, .. }));
+    assert!(run_tiny(&format!("{many}\n bar.sync 0;\n {then}"), &[0; 64], 64).is_ok());
+    // A warp, or lanes of one, that do not come.
+    let gone = |lanes: u32| format!("setp.lt.u32 %p1, %r1, {lanes};\n @%p1 ret;\n bar.sync 0;");
+    assert_eq!(cause(&gone(32), &[0], 64).2, Cause::Deserted { other: 0 });
+    assert_eq!(cause(&gone(16), &[0], 32).2, Cause::Divergent { missing: 0xffff });
     // A lane reads a word that another wrote, with a barrier in between and without; and writes a word that another read.
     for (first, then) in [
         ("st.global.b32 [%rd3], %r1;", "xor.b64 %rd4, %rd3, 4;\n ld.global.b32 %r2, [%rd4];"),
@@ -1010,11 +1078,29 @@ fn a_merge_without_its_barrier_races() {
     for right in [4.0, -200.0] {
         let mut parts = [[1.0f32; 34]; 2];
         (parts[0][32], parts[1][32]) = (3.0, right);
-        let pair = PairArg { left: 0, right: 34, rows: 1, acc_rows: 1 };
-        let (address, pairs) = (machine.memory.put(parts.as_flattened()), machine.memory.put(&[pair]));
-        let args = [bytes_of(&pairs), bytes_of(&1u32), bytes_of(&address)];
-        let fault = machine.launch("merge_pairs", 1, 32, &args).unwrap_err();
+        let address = machine.memory.put(parts.as_flattened());
+        let layout = Layout::new(1, Dtype::F32);
+        let lists = put_merges(&mut machine, &[&[[0, 1]]], (1, &layout));
+        let layout = LayoutArg::from(layout);
+        let fault = machine.launch("join_rows", 1, 32, &joining(&layout, &lists, &address, &[])).unwrap_err();
         assert_eq!(fault.opcode, "st.global.b32");
         assert!(matches!(fault.cause, Cause::LaneRace { .. }));
     }
+}
+
+#[test]
+fn levels_without_their_barrier_race() {
+    let text = text();
+    let layout = Layout::new(1, Dtype::F32);
+    let run = |text: &str| {
+        let mut machine = Machine::new(text).unwrap();
+        let address = machine.memory.put([[1.0f32; 34]; 4].as_flattened());
+        let levels: [&[[usize; 2]]; 2] = [&[[0, 1], [2, 3]], &[[0, 2]]];
+        let lists = put_merges(&mut machine, &levels, (1, &layout));
+        let layout = LayoutArg::from(layout);
+        machine.launch("join_rows", 1, 64, &joining(&layout, &lists, &address, &[]))
+    };
+    run(&text).unwrap();
+    let fault = run(&text.replace("bar.sync", "// bar.sync")).unwrap_err();
+    assert!(matches!(fault.cause, Cause::WarpRace { .. }), "{fault}");
 }

@@ -68,6 +68,8 @@ pub const DEVICES: u32 = 5;
 pub const SLOW: u32 = 6;
 /// [`standin_set`]: whether all work is late, and copies of other streams come before it.
 pub const LATE: u32 = 7;
+/// [`standin_set`]: whether calls are counted and no work is done. Memory allocated since then has no bytes.
+pub const COUNT: u32 = 8;
 /// [`standin_get`]: objects created and not freed: memory, pinned memory, streams, events, modules, contexts.
 pub const LIVE: u32 = 0;
 /// [`standin_get`]: launches so far.
@@ -108,6 +110,7 @@ struct Device {
     passed: HashMap<u64, u64>,
     slow: bool,
     late: bool,
+    counts: bool,
     pinned: HashMap<u64, Box<[u64]>>,
     contexts: u64,
     launched: u64,
@@ -257,6 +260,7 @@ impl Device {
             CAPABILITY => self.capability = value,
             SLOW => self.slow = value != 0,
             LATE => self.late = value != 0,
+            COUNT => self.counts = value != 0,
             RESET => {
                 if self.lost.is_some() {
                     self.queues.clear();
@@ -577,7 +581,7 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> u32 {
             return OUT_OF_MEMORY;
         }
         // SAFETY: the caller promises arguments that are valid for the driver's function.
-        unsafe { *address = device.memory.allocate(bytes) };
+        unsafe { *address = device.memory.allocate(if device.counts { 0 } else { bytes }) };
         SUCCESS
     })
 }
@@ -815,7 +819,10 @@ pub extern "C" fn cuEventSynchronize(event: u64) -> u32 {
 /// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut u32, attribute: u32, address: u64) -> u32 {
-    let holds = |at: &usize| on(*at as c_int, |device| u32::from(!device.memory.holds(address))) == SUCCESS;
+    let bytes = |device: &Device| usize::from(!device.counts);
+    let holds = |at: &usize| {
+        on(*at as c_int, |device| u32::from(!device.memory.holds(address, bytes(device)))) == SUCCESS
+    };
     match (attribute, (0..WORLDS * MOST).find(holds)) {
         (9, Some(at)) => {
             // SAFETY: the caller promises arguments that are valid for the driver's function.
