@@ -4,8 +4,9 @@
 //! `PIKV_LIBCUDA=$PWD/target/release/libpikv_standin.so cargo bench -p pikv-benches --bench launches [-- --quick]`
 //!
 //! The stand-in for the driver counts calls here, and runs no kernel. One layer of 32 query heads over 8 KV heads of 128 channels in bf16,
-//! tensors on the device, nothing evicted. Of 64 steps of one token a sequence, after 64 others: the most launches of a step, the mean of
-//! the bytes that a step uploads, and the allocations and the waits of all 64 together.
+//! tensors on the device, nothing evicted. Several sequences are forks of one; each is attended for itself. Of 64 steps of one token a
+//! sequence, after 64 others: the most launches of a step, the mean of the bytes that a step uploads, and the allocations and the waits of
+//! all 64 together.
 //!
 //! Results go to `benches/results/launches.csv`; `--quick` only prints those of short contexts.
 
@@ -118,12 +119,12 @@ fn counts(standin: &Standin, backend: &Backend, batch: usize, context: u32) -> R
     let layer = LayerShape::new(KV_HEADS as u32, QUERY_HEADS as u32, HEAD_DIM as u32, Dtype::Bf16);
     let cache = Cache::new(CacheConfig::new(vec![layer], 64 << 30).backend(backend.clone()))?;
     let tensors = Tensors::new(batch.max(FILL as usize))?;
-    let mut sequences: Vec<Sequence> = (0..batch).map(|_| cache.sequence()).collect();
-    for sequence in &mut sequences {
-        for first in (0..context).step_by(FILL as usize) {
-            tensors.step(&cache, std::slice::from_mut(sequence), FILL.min(context - first), false)?;
-        }
+    let mut sequences = vec![cache.sequence()];
+    for first in (0..context).step_by(FILL as usize) {
+        tensors.step(&cache, &mut sequences, FILL.min(context - first), false)?;
     }
+    let forks: Vec<Sequence> = (1..batch).map(|_| sequences[0].fork()).collect();
+    sequences.extend(forks);
     for _ in 0..STEPS {
         tensors.step(&cache, &mut sequences, 1, true)?;
     }
