@@ -18,6 +18,8 @@
 //! other streams then come before it, as early as the events allow that they wait for. So memory that another stream overwrites before a
 //! launch has read it shows. The environment variable `PIKV_STANDIN_LATE=1` sets it for all devices.
 //!
+//! With [`COUNT`] calls are counted, and no work is done.
+//!
 //! Faults found by the interpreter (reads out of bounds, misaligned, of freed or unwritten memory, races) are also written to stderr.
 //!
 //! A few more functions serve tests: [`standin_set`] and [`standin_get`], and those of one device.
