@@ -87,7 +87,7 @@ impl Word {
             // Whoever follows this read follows the earlier ones.
             (self.reader, self.read, self.read_epoch) = (me, who.lanes, who.epoch);
         } else {
-            let block = TOGETHER | who.warp / who.per_block;
+            let block = TOGETHER | (who.warp / who.per_block);
             self.reader = if who.shares_block_with(self.reader) { block } else { SEVERAL };
             self.read_epoch = self.read_epoch.max(who.epoch);
         }
