@@ -2,7 +2,7 @@
 
 use bytemuck::{NoUninit, cast_slice};
 use cust::context::{Context, CurrentContext};
-use cust::device::{Device, DeviceAttribute};
+use cust::device::Device;
 use cust::event::{Event, EventFlags};
 use cust::memory::{CopyDestination, DeviceBuffer};
 use cust::module::Module;
@@ -12,7 +12,7 @@ use std::ffi::c_void;
 use std::time::Duration;
 
 /// Threads of a block of a launch.
-const THREADS: u32 = 128;
+pub const THREADS: u32 = 128;
 
 /// A device with the kernels. Fields are given back in their order.
 pub struct Gpu {
@@ -36,10 +36,9 @@ impl Gpu {
         let text = |e: cust::error::CudaError| format!("{e:?}");
         cust::init(cust::CudaFlags::empty()).map_err(text)?;
         let device = Device::get_device(0).map_err(text)?;
-        let major = device.get_attribute(DeviceAttribute::ComputeCapabilityMajor).map_err(text)?;
         let context = Context::new(device).map_err(text)?;
         CurrentContext::set_current(&context).map_err(text)?;
-        let module = Module::from_ptx(if major >= 8 { ptx::SM_80 } else { ptx::SM_70 }, &[]).map_err(text)?;
+        let module = Module::from_ptx(ptx::TEXT, &[]).map_err(text)?;
         let event = || Event::new(EventFlags::DEFAULT).map_err(text);
         let mut gpu = Gpu {
             name: device.name().map_err(text)?,

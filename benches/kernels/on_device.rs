@@ -1,7 +1,7 @@
 //! The kernels on a CUDA device, timed by its events.
 
 use super::attention::{ALL, Attend, Merge, queries};
-use super::device::{Gpu, Memory, arguments};
+use super::device::{Gpu, Memory, THREADS, arguments};
 use super::{DIM, ROWS, pages, same};
 use crate::machine;
 use criterion::{BenchmarkId, Criterion, Throughput};
@@ -12,7 +12,12 @@ use pikv_core::attend::BLOCK;
 use pikv_core::full::PageRef;
 use pikv_core::merge::Partial;
 use pikv_core::rope::Rotation;
-use pikv_kernels::args::{LayoutArg, PairArg, RopeArg, SightArg, TaskArg, WriteArg};
+use pikv_core::warp::LANES;
+use pikv_kernels::args::{JoinArg, LayoutArg, RopeArg, RowArg, SightArg, TaskArg, WriteArg};
+
+/// Blocks of a tree of partial results, and half the blocks of a node of each level.
+const TREE: usize = 16;
+const HALVES: [usize; 4] = [1, 2, 4, 8];
 
 /// Blocks that a device attends in one launch, each of pages of its own: more than its caches hold.
 const BLOCKS: usize = 512;
@@ -23,7 +28,7 @@ pub fn all(c: &mut Criterion) {
         Ok(gpu) => gpu,
         Err(why) => return println!("no CUDA device, so no figures of one: {why}"),
     };
-    let blocks = if gpu.clock { BLOCKS } else { 3 };
+    let blocks = if gpu.clock { BLOCKS } else { TREE };
     println!(
         "{}{}",
         gpu.name,
@@ -76,23 +81,23 @@ pub fn all(c: &mut Criterion) {
             let bytes = (blocks * BLOCK) as u64 * layout.bytes();
             measure(c, &gpu, name, dtype, Throughput::Bytes(bytes), "attend_r4", blocks, arguments);
         }
-        let pair = |i: usize| PairArg {
-            left: (2 * i * len) as u64,
-            right: ((2 * i + 1) * len) as u64,
-            rows: ROWS as u32,
-            acc_rows: layout.acc_rows(),
-        };
-        let pairs = gpu.put(&(0..blocks / 2).map(pair).collect::<Vec<_>>());
-        let (pairs_at, count) = (at(&pairs), (blocks / 2) as u32);
-        let arguments = arguments!(pairs_at, count, parts_at);
-        let mut host = gpu.floats(&parts, 2 * len);
-        let (left, right) = host.split_at_mut(len);
-        Lanes::Portable.run(Merge(&layout, left, right));
+        let (joins, bounds, rows) = trees(blocks, len, layout.acc_rows());
+        let (warps, [joins, bounds, rows]) =
+            (THREADS as usize / LANES * rows.len(), [gpu.put(&joins), gpu.put(&bounds), gpu.put(&rows)]);
+        let (rows_at, joins_at, bounds_at) = (at(&rows), at(&joins), at(&bounds));
+        let arguments = arguments!(arg, rows_at, joins_at, bounds_at, none, none, parts_at);
+        let mut host = gpu.floats(&parts, TREE * len);
+        for half in HALVES {
+            for pair in host.chunks_mut(2 * half * len) {
+                let (left, right) = pair.split_at_mut(half * len);
+                Lanes::Portable.run(Merge(&layout, &mut left[..len], &mut right[..len]));
+            }
+        }
         // SAFETY: as above; the parts are those that were just computed.
-        unsafe { gpu.run("merge_pairs", blocks / 2, arguments) };
-        same("merge", &gpu.floats(&parts, len), left);
-        let bytes = (blocks / 2 * 3 * len * 4) as u64;
-        measure(c, &gpu, "merge", dtype, Throughput::Bytes(bytes), "merge_pairs", blocks / 2, arguments);
+        unsafe { gpu.run("join_rows", warps, arguments) };
+        same("merge", &gpu.floats(&parts, len), &host[..len]);
+        let bytes = (blocks * 3 * len * 4) as u64;
+        measure(c, &gpu, "merge", dtype, Throughput::Bytes(bytes), "join_rows", warps, arguments);
         // A token of each page anew, from the same row.
         let row = machine::noise(1).take(DIM as usize).collect::<Vec<_>>();
         let mut want = words[0].clone();
@@ -101,7 +106,8 @@ pub fn all(c: &mut Criterion) {
         let write = |i: usize| WriteArg { page: page(i), position: 3, row: 0 };
         let writes = gpu.put(&(0..blocks * BLOCK).map(write).collect::<Vec<_>>());
         let (row_at, writes_at, count) = (at(&row), at(&writes), (blocks * BLOCK) as u32);
-        let arguments = arguments!(arg, row_at, row_at, writes_at, count);
+        let copied = 0u32;
+        let arguments = arguments!(arg, row_at, row_at, writes_at, count, none, copied);
         // SAFETY: as above.
         unsafe { gpu.run("append", blocks * BLOCK, arguments) };
         let got = gpu.floats(&memory, want.len());
@@ -118,6 +124,32 @@ pub fn all(c: &mut Criterion) {
             arguments,
         );
     }
+}
+
+/// Trees over `blocks` partial results, `len` f32 each: their joins, the bounds of their levels, and their rows.
+fn trees(blocks: usize, len: usize, acc_rows: u32) -> (Vec<JoinArg>, Vec<u32>, Vec<RowArg>) {
+    let (mut joins, mut bounds, mut list) = (Vec::new(), Vec::new(), Vec::new());
+    let (rows, levels, head) = (ROWS as u32, HALVES.len() as u32, JoinArg::MERGE);
+    let part = |block: usize| (block * len) as u64;
+    for first in (0..blocks).step_by(TREE) {
+        let row = |row| RowArg {
+            part: part(first),
+            rows,
+            row,
+            out: 0,
+            bounds: bounds.len() as u32,
+            levels,
+            pad: 0,
+        };
+        list.extend((0..rows).map(row));
+        for half in HALVES {
+            bounds.push(joins.len() as u32);
+            let join = |left| JoinArg { left: part(left), right: part(left + half), acc_rows, head };
+            joins.extend((first..first + TREE).step_by(2 * half).map(join));
+        }
+        bounds.push(joins.len() as u32);
+    }
+    (joins, bounds, list)
 }
 
 /// Times one kernel, if the device can.

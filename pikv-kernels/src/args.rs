@@ -113,19 +113,19 @@ pub struct TaskArg {
     pub sights: u32,
 }
 
-/// Two partial results to merge into the left one.
+/// A join of two partial results, or a map of one to the head's channels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
-pub struct PairArg {
-    /// Partial result of the lower leaves, in f32 from the start of all.
+pub struct JoinArg {
+    /// Partial result that is written, in f32 from the start of all: of a merge the one of the lower leaves, which is read too.
     pub left: u64,
-    /// Partial result of the higher leaves.
+    /// Partial result that is only read: of a merge the one of the higher leaves, of a map the one over packed pages.
     pub right: u64,
-    /// Rows of each.
-    pub rows: u32,
-    /// Rows of lanes per row of a partial result.
+    /// Rows of lanes per row of both partial results of a merge.
     pub acc_rows: u32,
+    /// [`JoinArg::MERGE`], or for a map the index of the head in the list.
+    pub head: u32,
 }
 
 /// A map of channels in one direction; `form` is 0 if channels are stored unchanged.
@@ -186,38 +186,23 @@ pub struct PackArg {
     pub codec: u32,
 }
 
-/// One row of a partial result over packed pages, to map back to the head's channels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
-#[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
-#[repr(C)]
-pub struct BackArg {
-    /// The partial result over packed pages, in f32 from the start of all partial results.
-    pub from: u64,
-    /// Mapped partial result, in f32 from the start of all.
-    pub to: u64,
-    /// Rows of each partial result.
-    pub rows: u32,
-    /// The row to map.
-    pub row: u32,
-    /// Index of the head in the list.
-    pub head: u32,
-    /// Padding, 0.
-    pub pad: u32,
-}
-
-/// One row of a complete partial result.
+/// One row of a bundle: the joins of its tree, and its output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[cfg_attr(feature = "cust", derive(cust_core::DeviceCopy))]
 #[repr(C)]
 pub struct RowArg {
-    /// The partial result, in f32 from the start of all.
+    /// The partial result that is complete after the joins, in f32 from the start of all.
     pub part: u64,
-    /// Rows of the partial result.
+    /// Rows of the bundle, and of each of its partial results.
     pub rows: u32,
-    /// The row to finish.
+    /// The row.
     pub row: u32,
     /// Row of the output.
     pub out: u32,
+    /// First of the bundle's bounds in the list: joins of level `i` are those from bound `i` to bound `i + 1`.
+    pub bounds: u32,
+    /// Levels of the bundle's tree; it has one more bound.
+    pub levels: u32,
     /// Padding, 0.
     pub pad: u32,
 }
@@ -522,6 +507,11 @@ impl SightArg {
     pub fn sight(&self) -> Sight {
         Sight { floor: self.floor, lo: self.lo, sinks: self.sinks, hi: self.hi }
     }
+}
+
+impl JoinArg {
+    /// [`JoinArg::head`] of a merge.
+    pub const MERGE: u32 = u32::MAX;
 }
 
 impl MapArg {

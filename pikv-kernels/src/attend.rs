@@ -1,17 +1,17 @@
-//! Attention over a forest of blocks: one warp per block, then the fixed tree level by level, then the output of each row.
+//! Attention over a forest of blocks, one warp per block, and the mass of pages; [`crate::join`] joins the blocks' results.
 //!
 //! The 32 threads of a warp each hold a `&mut` to the warp's memory. Each writes its own lane's words, and words that
 //! are the same in all lanes. Rust's rules do not cover this: `tests/ptx_bits.rs` checks it by running the PTX itself in an
 //! interpreter that reports races between lanes and warps.
 
-use crate::args::{LayoutArg, MassArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WeighedArg};
+use crate::args::{LayoutArg, MassArg, RopeArg, SightArg, TaskArg, WeighedArg};
 use crate::gpu::{Lane, afresh, afresh_at, thread};
 use core::slice;
 use pikv_core::LANES;
 use pikv_core::attend::{Form, Looks, Sight, attend_block};
 use pikv_core::full::{Full, PageRef, Query};
 use pikv_core::mass::{PageSum, ROW, Rows};
-use pikv_core::merge::{Partial, finish, merge};
+use pikv_core::merge::Partial;
 use pikv_core::page::Layout;
 use pikv_core::rope::Rotation;
 use pikv_core::warp::Warp;
@@ -220,103 +220,6 @@ macro_rules! attend {
 }
 
 attend!(attend_r1 1, attend_r2 2, attend_r4 4, attend_r8 8);
-
-/// Merges `count` pairs of partial results, one warp per pair.
-///
-/// # Safety
-/// The pointers must be valid for the memory described, no partial result may occur twice in `pairs`, and whole warps must be launched.
-#[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn merge_pairs(pairs: *const PairArg, count: u32, parts: *mut f32) {
-    let index = thread::warp_index();
-    if index >= count {
-        return;
-    }
-    // SAFETY: by the caller's promise on `pairs` and `parts`: the two do not overlap, and no other warp has either.
-    let (left, right, rows, acc_rows) = unsafe {
-        let PairArg { left, right, rows, acc_rows } = *pairs.add(index as usize);
-        let len = Partial::len(rows as usize, acc_rows);
-        (
-            slice::from_raw_parts_mut(parts.add(left as usize), len),
-            slice::from_raw_parts_mut(parts.add(right as usize), len),
-            rows as usize,
-            acc_rows,
-        )
-    };
-    // SAFETY: whole warps are launched, and control flow depends only on the warp's pair, the same in all lanes.
-    let lanes = unsafe { Lane::new() };
-    merge(lanes, &mut Partial::new(left, rows, acc_rows), &Partial::new(right, rows, acc_rows));
-}
-
-/// A row of a partial result to finish, with an output of `T`.
-pub(crate) struct End<'a, T> {
-    /// Index of the output.
-    pub to: usize,
-    /// Exponent and sum of the row.
-    pub m: f32,
-    pub l: f32,
-    pub acc: &'a [f32],
-    pub out: &'a mut [T],
-}
-
-impl<'a, T> End<'a, T> {
-    /// The warp's row of `count` rows; none for warps past the last row.
-    ///
-    /// # Safety
-    /// The requirements of [`finish_rows`].
-    #[inline(always)]
-    pub unsafe fn of(
-        layout: &Layout,
-        rows: *const RowArg,
-        count: u32,
-        parts: *const f32,
-        out: *mut T,
-    ) -> Option<End<'a, T>> {
-        let index = thread::warp_index();
-        if index >= count {
-            return None;
-        }
-        let (stride, width) = (layout.acc_rows() as usize * LANES, layout.v_dim as usize);
-        // SAFETY: by the caller's promise on `rows`, `parts` and `out`; each output belongs to one warp.
-        unsafe {
-            let RowArg { part, rows, row, out: to, .. } = *rows.add(index as usize);
-            let (part, rows, row, to) = (parts.add(part as usize), rows as usize, row as usize, to as usize);
-            let acc = slice::from_raw_parts(part.add(row * stride), stride);
-            let (m, l) = (*part.add(rows * stride + row), *part.add(rows * stride + rows + row));
-            Some(End { to, m, l, acc, out: slice::from_raw_parts_mut(out.add(to * width), width) })
-        }
-    }
-}
-
-impl End<'_, f32> {
-    /// Writes the output and returns the log-sum-exp.
-    #[inline(always)]
-    pub fn finish(&mut self, lanes: Lane, layout: &Layout) -> f32 {
-        finish(lanes, layout, self.m, self.l, self.acc.as_chunks().0, self.out)
-    }
-}
-
-/// Finishes `count` rows of partial results, one warp per row: output `i` is written to `out[i]`, `v_dim` f32 long, and its
-/// log-sum-exp to `ends[i][0]`, followed by the row's exponent and sum, which show an overflow.
-///
-/// # Safety
-/// The pointers must be valid for the memory described, no output may occur twice in `rows`, and whole warps must be launched.
-#[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn finish_rows(
-    layout: LayoutArg,
-    rows: *const RowArg,
-    count: u32,
-    parts: *const f32,
-    out: *mut f32,
-    ends: *mut [f32; 3],
-) {
-    let layout = layout.layout();
-    // SAFETY: the caller's own promise, also on `ends`; whole warps are launched, and control flow depends only on the warp's row.
-    unsafe {
-        let Some(mut end) = End::of(&layout, rows, count, parts, out) else { return };
-        let lse = end.finish(Lane::new(), &layout);
-        *ends.add(end.to) = [lse, end.m, end.l];
-    }
-}
 
 /// Sums the weights of pages over rows and their tokens, one warp per page: those of `masses[i]` to row `out` of `mass`, rows of 32.
 ///

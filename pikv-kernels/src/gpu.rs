@@ -19,6 +19,30 @@ pub mod thread {
         }
     }
 
+    /// Index of the thread's block in the launch.
+    #[inline(always)]
+    pub fn block_index() -> u32 {
+        // SAFETY: a special register, readable by any thread.
+        unsafe { nvptx::_block_idx_x() as u32 }
+    }
+
+    /// Warps of a block; blocks are whole warps.
+    #[inline(always)]
+    pub fn warps_of_block() -> u32 {
+        // SAFETY: a special register, readable by any thread.
+        unsafe { nvptx::_block_dim_x() as u32 / 32 }
+    }
+
+    /// Waits for all threads of the block, and makes their writes visible to each other.
+    ///
+    /// # Safety
+    /// All threads of the block must call it together.
+    #[inline(always)]
+    pub unsafe fn sync_threads() {
+        // SAFETY: the caller's promise.
+        unsafe { nvptx::_syncthreads() }
+    }
+
     /// Index of the thread's warp in its block.
     #[inline(always)]
     pub fn warp_of_block() -> u32 {

@@ -1,12 +1,15 @@
 //! Kernels of [`crate::rows`] for tensors of 16-bit elements: [`Halves`] are read in place, and results rounded when written. They are
 //! separate kernels, because those of f32 take fewer registers.
 
-use crate::args::{FoldArg, FoldMapArg, LayoutArg, QueryArg, RopeArg, RowArg, TensorArg, WriteArg};
-use crate::attend::End;
+use crate::args::{
+    CopyArg, FoldArg, FoldMapArg, HeadArg, JoinArg, LayoutArg, QueryArg, RopeArg, RowArg, TensorArg, WriteArg,
+};
 use crate::gpu::Lane;
+use crate::join::{End, Lists};
 use crate::rows::{entry, gather_one, note};
-use crate::store::page;
+use crate::store::{copy_after, page};
 use core::slice;
+use pikv_core::codec::back::WORK;
 use pikv_core::codec::fold::fold;
 use pikv_core::dtype::{Bf16, Dtype, Element, F16};
 use pikv_core::merge::finish;
@@ -99,11 +102,13 @@ pub unsafe extern "ptx-kernel" fn append_halves(
     heads: u32,
     limits: *const [f32; 2],
     faults: *mut u64,
+    copies: *const CopyArg,
+    copied: u32,
 ) {
     let layout = layout.layout();
     // SAFETY: the caller's own promise; whole warps are launched, and control flow depends only on the warp's token.
     unsafe {
-        let Some(write) = entry(writes, count) else { return };
+        let Some(write) = entry(writes, count) else { return copy_after(&layout, count, copies, copied) };
         let (lanes, row) = (Lane::new(), write.row);
         let [k_limit, v_limit] = *limits.add((row % heads) as usize);
         match k.dtype() {
@@ -173,19 +178,24 @@ unsafe fn value_of(
 pub unsafe extern "ptx-kernel" fn finish_halves(
     layout: LayoutArg,
     rows: *const RowArg,
-    count: u32,
-    parts: *const f32,
+    joins: *const JoinArg,
+    bounds: *const u32,
+    heads: *const HeadArg,
+    work: *mut [[f32; LANES]; WORK],
+    parts: *mut f32,
     out: TensorArg,
     lse: *mut f32,
     faults: *mut u64,
 ) {
     let layout = layout.layout();
-    // SAFETY: the caller's own promise; whole warps are launched, and control flow depends only on the warp's row.
+    let lists = Lists { rows, joins, bounds, heads, work, parts };
+    // SAFETY: the caller's own promise; whole warps are launched, and control flow depends only on the warp's joins.
     unsafe {
-        let Some(end) = End::of(&layout, rows, count, parts, out.at as *mut u16) else { return };
+        let lanes = Lane::new();
+        let Some(end) = End::of(lanes, &layout, &lists, out.at as *mut u16) else { return };
         match out.dtype() {
-            Dtype::F16 => finish_rounded::<F16>(&layout, end, lse, faults),
-            _ => finish_rounded::<Bf16>(&layout, end, lse, faults),
+            Dtype::F16 => finish_rounded::<F16>(lanes, &layout, end, lse, faults),
+            _ => finish_rounded::<Bf16>(lanes, &layout, end, lse, faults),
         }
     }
 }
@@ -193,12 +203,17 @@ pub unsafe extern "ptx-kernel" fn finish_halves(
 /// # Safety
 /// The requirements of [`finish_halves`].
 #[inline(always)]
-unsafe fn finish_rounded<E: Element>(layout: &Layout, end: End<'_, u16>, lse: *mut f32, faults: *mut u64) {
+unsafe fn finish_rounded<E: Element>(
+    lanes: Lane,
+    layout: &Layout,
+    end: End<'_, u16>,
+    lse: *mut f32,
+    faults: *mut u64,
+) {
     let End { to, m, l, acc, out } = end;
     let mut out = Rounded::<E>::new(out);
     // SAFETY: the caller's promise.
     unsafe {
-        let lanes = Lane::new();
         let of = finish(lanes, layout, m, l, acc.as_chunks().0, &mut out);
         if !lse.is_null() {
             *lse.add(to) = of;

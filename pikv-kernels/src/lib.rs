@@ -12,6 +12,8 @@
 
 /// Most warps in a block of a launch: kernels that attend have shared memory for as many.
 pub const WARPS: usize = 4;
+/// Most warps in a block of a launch of the kernels that join partial results: one block for each row.
+pub const JOINING: usize = 16;
 
 pub mod args;
 #[cfg(target_arch = "nvptx64")]
@@ -22,6 +24,8 @@ pub mod factors;
 pub mod gpu;
 #[cfg(target_arch = "nvptx64")]
 pub mod halves;
+#[cfg(target_arch = "nvptx64")]
+pub mod join;
 #[cfg(target_arch = "nvptx64")]
 pub mod pack;
 #[cfg(target_arch = "nvptx64")]

@@ -1,13 +1,13 @@
 //! Attention over packed pages in packed form: [`crate::attend`] for pages that a codec wrote; [`crate::factors`] is for pages that it
-//! wrote as factors. And the map back to the head's channels.
+//! wrote as factors.
 
-use crate::args::{BackArg, HeadArg, LayoutArg, MapArg, PackedArg, RopeArg, SightArg, TaskArg};
+use crate::args::{LayoutArg, MapArg, PackedArg, RopeArg, SightArg, TaskArg};
 use crate::attend::{sights, turns};
 use crate::gpu::{Lane, afresh, thread};
 use core::slice;
 use pikv_core::LANES;
 use pikv_core::attend::{Form, Looks, Sight, attend_block};
-use pikv_core::codec::back::{Stored, WORK, take_back};
+use pikv_core::codec::back::Stored;
 use pikv_core::codec::packed::{Packed, Side};
 use pikv_core::codec::read::{Back, Folded, Only, PackedPages, PackedRef, REBUILT, Scratch, seen};
 use pikv_core::full::Query;
@@ -265,7 +265,7 @@ impl MapArg {
     /// # Safety
     /// The requirements of [`MapArg::back`].
     #[inline(always)]
-    unsafe fn stored<'a>(&self) -> Stored<'a> {
+    pub(crate) unsafe fn stored<'a>(&self) -> Stored<'a> {
         let (wide, narrow) = (self.wide as usize, self.narrow as usize);
         // SAFETY: the caller's promise.
         unsafe {
@@ -430,45 +430,3 @@ attend!(
     attend_packed_r2 attend_rebuilt_r2 2,
     attend_packed_r4 attend_rebuilt_r4 4
 );
-
-/// Maps `count` rows of partial results over packed pages back to the channels of their heads, one warp per row. `work`: [`WORK`] rows
-/// for each warp, of any content.
-///
-/// # Safety
-/// The pointers must be valid for the memory described, no row may occur twice as an output in `list`, and whole warps must be launched.
-#[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn back_rows(
-    layout: LayoutArg,
-    heads: *const HeadArg,
-    list: *const BackArg,
-    count: u32,
-    work: *mut [[f32; LANES]; WORK],
-    parts: *mut f32,
-) {
-    let layout = layout.layout();
-    let index = thread::warp_index();
-    if index >= count {
-        return;
-    }
-    // SAFETY: by the caller's promise: an output and its working memory belong to the warp, and no other writes its input; whole warps
-    // are launched, and control flow depends only on the warp's row.
-    unsafe {
-        let BackArg { from, to, rows, row, head, .. } = *list.add(index as usize);
-        let (rows, row) = (rows as usize, row as usize);
-        let HeadArg { packed, map } = *heads.add(head as usize);
-        let packed = packed.packed();
-        let ends = |acc_rows: u32| rows * acc_rows as usize * LANES + row;
-        let (from_acc, to_acc) = (packed.acc_rows() as usize, layout.acc_rows() as usize);
-        let (from, to) = (parts.add(from as usize), parts.add(to as usize));
-        let (m, l) = (*from.add(ends(packed.acc_rows())), *from.add(ends(packed.acc_rows()) + rows));
-        *to.add(ends(layout.acc_rows())) = m;
-        *to.add(ends(layout.acc_rows()) + rows) = l;
-        if m == f32::NEG_INFINITY {
-            return;
-        }
-        let acc = slice::from_raw_parts(from.cast::<[f32; LANES]>().add(row * from_acc), from_acc);
-        let out = slice::from_raw_parts_mut(to.cast::<[f32; LANES]>().add(row * to_acc), to_acc);
-        let work = &mut *work.add(index as usize);
-        take_back(Lane::new(), &packed, &layout, &map.stored(), (l, acc), out, work);
-    }
-}

@@ -4,12 +4,16 @@
 //! Several warps write to one bundle, each the words of its own row, as in [`crate::attend`]. Values that a host would reject are recorded
 //! in a word for each cause: the row in the upper half, and the bits of the value in the lower; of several rows the first is kept.
 
-use crate::args::{FoldArg, FoldMapArg, LayoutArg, QueryArg, RopeArg, RowArg, TensorArg, WriteArg};
-use crate::attend::{End, turns};
+use crate::args::{
+    CopyArg, FoldArg, FoldMapArg, HeadArg, JoinArg, LayoutArg, QueryArg, RopeArg, RowArg, TensorArg, WriteArg,
+};
+use crate::attend::turns;
 use crate::gpu::{Lane, thread};
-use crate::store::parts;
+use crate::join::{End, Lists};
+use crate::store::{copy_after, parts};
 use core::slice;
 use core::sync::atomic::{AtomicU64, Ordering};
+use pikv_core::codec::back::WORK;
 use pikv_core::codec::fold::fold;
 use pikv_core::page::Layout;
 use pikv_core::rope::Rotation;
@@ -137,7 +141,7 @@ pub unsafe extern "ptx-kernel" fn fold_queries(
     }
 }
 
-/// [`append`](crate::store::append) of unchecked f32: `limits` are the largest magnitudes that each of `heads` heads accepts in a
+/// [`append`](crate::store::append) of unchecked f32, with the same copies: `limits` are the largest magnitudes that each of `heads` heads accepts in a
 /// key and in a value. The two `faults` record the first element of `k` and of `v` that is beyond its limit.
 ///
 /// # Safety
@@ -152,11 +156,13 @@ pub unsafe extern "ptx-kernel" fn append_rows(
     heads: u32,
     limits: *const [f32; 2],
     faults: *mut u64,
+    copies: *const CopyArg,
+    copied: u32,
 ) {
     let layout = layout.layout();
     // SAFETY: the caller's own promise; whole warps are launched, and control flow depends only on the warp's token.
     unsafe {
-        let Some(write) = entry(writes, count) else { return };
+        let Some(write) = entry(writes, count) else { return copy_after(&layout, count, copies, copied) };
         let WriteArg { position, row, .. } = write;
         let lanes = Lane::new();
         let (page, key, value) = parts(&layout, &write, k.at as *const f32, v.at as *const f32);
@@ -171,27 +177,31 @@ pub unsafe extern "ptx-kernel" fn append_rows(
     }
 }
 
-/// [`finish_rows`](crate::attend::finish_rows) for results in f32 that stay on the device: writes the log-sum-exp of output `i` to
+/// [`finish_rows`](crate::join::finish_rows) for results in f32 that stay on the device: writes the log-sum-exp of output `i` to
 /// `lse[i]`, unless that is null; `fault` records a row whose scores or values overflow.
 ///
 /// # Safety
-/// The requirements of [`finish_rows`](crate::attend::finish_rows).
+/// The requirements of [`finish_rows`](crate::join::finish_rows).
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn finish_in_place(
     layout: LayoutArg,
     rows: *const RowArg,
-    count: u32,
-    parts: *const f32,
+    joins: *const JoinArg,
+    bounds: *const u32,
+    heads: *const HeadArg,
+    work: *mut [[f32; LANES]; WORK],
+    parts: *mut f32,
     out: TensorArg,
     lse: *mut f32,
     fault: *mut u64,
 ) {
     let layout = layout.layout();
+    let lists = Lists { rows, joins, bounds, heads, work, parts };
     // SAFETY: the caller's own promise, also on `lse` and `fault`; whole warps are launched, and control flow depends only on the warp's
-    // row.
+    // joins.
     unsafe {
-        let Some(mut end) = End::of(&layout, rows, count, parts, out.at as *mut f32) else { return };
         let lanes = Lane::new();
+        let Some(mut end) = End::of(lanes, &layout, &lists, out.at as *mut f32) else { return };
         let of = end.finish(lanes, &layout);
         if !lse.is_null() {
             *lse.add(end.to) = of;

@@ -40,12 +40,32 @@ pub(crate) unsafe fn parts<'a>(
     }
 }
 
+/// Copies the token of a warp after the first `count` warps.
+///
+/// # Safety
+/// The requirements of [`append`] on `copies`.
+#[inline(always)]
+pub(crate) unsafe fn copy_after(layout: &Layout, count: u32, copies: *const CopyArg, copied: u32) {
+    let index = thread::warp_index() - count;
+    if index >= copied {
+        return;
+    }
+    let words = layout.words() as usize;
+    // SAFETY: by the caller's promise; whole warps are launched, and control flow depends only on the warp's token.
+    unsafe {
+        let CopyArg { source, target, from, to } = *copies.add(index as usize);
+        let source = slice::from_raw_parts(source as *const f32, words);
+        let target = slice::from_raw_parts_mut(target as *mut f32, words);
+        store::copy(Lane::new(), layout, source, from, target, to);
+    }
+}
+
 /// Writes `count` tokens into pages, from f32 rows: `k` is `[rows][k_dim]`, `v` `[rows][v_dim]`. The values must fit the
-/// layout's dtypes.
+/// layout's dtypes. Further warps copy `copied` other tokens from page to page.
 ///
 /// # Safety
 /// The pointers must be valid for the memory described, no position may occur twice in `writes` for a page, and whole warps must be
-/// launched.
+/// launched. The copies must be as [`copy_tokens`] requires, and neither read nor write a lane that `writes` has.
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn append(
     layout: LayoutArg,
@@ -53,14 +73,16 @@ pub unsafe extern "ptx-kernel" fn append(
     v: *const f32,
     writes: *const WriteArg,
     count: u32,
+    copies: *const CopyArg,
+    copied: u32,
 ) {
     let layout = layout.layout();
-    let index = thread::warp_index();
-    if index >= count {
-        return;
-    }
     // SAFETY: by the caller's promise; whole warps are launched, and control flow depends only on the warp's token.
     unsafe {
+        let index = thread::warp_index();
+        if index >= count {
+            return copy_after(&layout, count, copies, copied);
+        }
         let write = *writes.add(index as usize);
         let (page, key, value) = parts(&layout, &write, k, v);
         store::append(Lane::new(), &layout, page, write.lane(), write.position, key, value);
@@ -75,16 +97,6 @@ pub unsafe extern "ptx-kernel" fn append(
 #[unsafe(no_mangle)]
 pub unsafe extern "ptx-kernel" fn copy_tokens(layout: LayoutArg, copies: *const CopyArg, count: u32) {
     let layout = layout.layout();
-    let index = thread::warp_index();
-    if index >= count {
-        return;
-    }
-    let words = layout.words() as usize;
-    // SAFETY: by the caller's promise; whole warps are launched, and control flow depends only on the warp's token.
-    unsafe {
-        let CopyArg { source, target, from, to } = *copies.add(index as usize);
-        let source = slice::from_raw_parts(source as *const f32, words);
-        let target = slice::from_raw_parts_mut(target as *mut f32, words);
-        store::copy(Lane::new(), &layout, source, from, target, to);
-    }
+    // SAFETY: the caller's own promise.
+    unsafe { copy_after(&layout, 0, copies, count) };
 }

@@ -143,8 +143,13 @@ fn faults_while_pages_are_packed() {
     let matrix = |n| (0..n).map(|i| (i % 7) as f32 * 0.3 - 0.9).collect::<Vec<f32>>();
     let dense = Map::new(8, 4, matrix(32), matrix(32), Some(matrix(8))).unwrap();
     let packed = setup().compress_layer(0, codec(dense)).bounds(true);
-    let ops =
-        [Op::Feed(vec![(0, 45)]), Op::Feed(vec![(0, 38)]), Op::Fork(0), Op::Feed(vec![(1, 35), (0, 1)])];
+    let ops = [
+        Op::Feed(vec![(0, 45)]),
+        Op::Feed(vec![(0, 38)]),
+        Op::Fork(0),
+        Op::Feed(vec![(1, 35), (0, 1)]),
+        Op::Feed(vec![(1, 1)]),
+    ];
     let refused = |e: &Error| matches!(e, Error::OutOfMemory { bytes: 1.. });
     let n = recovers(&packed, &ops, Set::Allocations, true, refused);
     assert!(n > 10, "{n} allocations");

@@ -8,6 +8,7 @@ mod devices;
 mod engine;
 mod faults;
 mod halves;
+mod launches;
 mod policies;
 mod ranks;
 mod route;

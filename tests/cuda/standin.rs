@@ -16,6 +16,7 @@ pub enum Set {
     Devices = 5,
     Slow = 6,
     Late = 7,
+    Count = 8,
 }
 
 /// Counters.

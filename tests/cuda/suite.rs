@@ -144,7 +144,10 @@ fn long_runs_of_blocks() {
     // Three blocks of 8 pages filed, and as many in the ring of another layer.
     let layers = vec![shape(1, 1, 4, 4, F32, F32), shape(1, 9, 4, 4, F16, F16)];
     check("blocks", config(layers.clone(), 32, 0), vec![Op::Fill(vec![(0, 800)]), Op::Feed(vec![(0, 1)])]);
-    check("ring", config(layers, 1024, 0), vec![Op::Fill(vec![(0, 800)]), Op::Feed(vec![(0, 1)])]);
+    check("ring", config(layers.clone(), 1024, 0), vec![Op::Fill(vec![(0, 800)]), Op::Feed(vec![(0, 1)])]);
+    // 37 blocks, more than a row has warps that join them, in the runs of two experts.
+    let ops = vec![Op::Fill(vec![(0, 9300)]), Op::Feed(vec![(0, 1)])];
+    check("levels", config(layers[..1].to_vec(), 32, 0).experts(2, 1), ops);
 }
 
 #[test]
@@ -231,7 +234,7 @@ fn attention_mass() {
 }
 
 #[test]
-fn poisoned_pages_on_the_older_kernels() {
+fn poisoned_pages_on_an_older_device() {
     let standin = Standin::new();
     standin.set(Set::Capability, 75);
     let mut ops = vec![Op::Feed(vec![(0, 50)]), Op::Fork(0)];

@@ -12,7 +12,7 @@ use pikv_core::page::{Layout, Position};
 use pikv_core::rope::{Pairs, Rope, Rotation};
 use pikv_core::warp::LANES;
 use pikv_interpreter::{Cause, Fault, Machine, Memory};
-use pikv_kernels::args::{CopyArg, LayoutArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WriteArg};
+use pikv_kernels::args::{CopyArg, JoinArg, LayoutArg, RopeArg, RowArg, SightArg, TaskArg, WriteArg};
 use pikv_lanes::attend::{Block, Common, Finish, bundles};
 use pikv_lanes::merge::join;
 use pikv_test::numbers::Rng;
@@ -20,13 +20,12 @@ use std::time::{Duration, Instant};
 
 const DIMS: [u32; 7] = [1, 32, 33, 64, 80, 128, 256];
 const ROWS: [usize; 4] = [1, 2, 4, 8];
-const FILES: [&str; 2] = ["pikv_sm_70.ptx", "pikv_sm_80.ptx"];
 /// Positions of the rotation's table; all pages lie below.
 const CAPACITY: u32 = 512;
 
-fn text(file: &str) -> String {
-    let path = format!("{}/../pikv-kernels/ptx/{file}", env!("CARGO_MANIFEST_DIR"));
-    std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{path}: {e}"))
+fn text() -> String {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../pikv-kernels/ptx/pikv_sm_70.ptx");
+    std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{path}: {e}"))
 }
 
 // ---- Attention -------------------------------------------------------------------------------------------------
@@ -304,11 +303,9 @@ fn a_score_that_is_nan_reaches_the_end() {
         table: Vec::new(),
         weights: false,
     };
-    for file in FILES {
-        let device = case.device(&mut Machine::new(&text(file)).unwrap(), 32).unwrap();
-        case.same(&case.host(Lanes::Portable), &device).unwrap();
-        assert!(device[LANES + 1].is_nan(), "{file}: l is {}", device[LANES + 1]);
-    }
+    let device = case.device(&mut Machine::new(&text()).unwrap(), 32).unwrap();
+    case.same(&case.host(Lanes::Portable), &device).unwrap();
+    assert!(device[LANES + 1].is_nan(), "l is {}", device[LANES + 1]);
 }
 
 /// The bits of `x`; those of a NaN are unspecified.
@@ -353,8 +350,8 @@ fn layouts(rng: &mut Rng) -> Vec<Layout> {
     out
 }
 
-fn attend(file: &str, rows: usize) {
-    let mut machine = Machine::new(&text(file)).unwrap();
+fn attend(rows: usize) {
+    let mut machine = Machine::new(&text()).unwrap();
     let mut rng = Rng(0xa77e_0000 + rows as u64);
     let mut busy = Duration::ZERO;
     // One row has the most code: it is unrolled over the pages.
@@ -363,29 +360,24 @@ fn attend(file: &str, rows: usize) {
         let case = Case::new(&mut rng, rows, layout);
         let threads = rng.of(&[32, 64, 128]);
         let started = Instant::now();
-        let device = case.device(&mut machine, threads).unwrap_or_else(|e| panic!("{file}: {e}: {case:?}"));
+        let device = case.device(&mut machine, threads).unwrap_or_else(|e| panic!("{e}: {case:?}"));
         busy += started.elapsed();
         for lanes in Lanes::available() {
             if let Err(e) = case.same(&case.host(lanes), &device) {
-                panic!("{} lanes and {file}: {e}", lanes.name());
+                panic!("{} lanes: {e}", lanes.name());
             }
         }
     }
     let (idle, of) = machine.program.idle(&format!("attend_r{rows}"));
     // The rest are branches of checks that hold; for one row also a ninth page, which LLVM does not know to be impossible.
-    assert!(idle.len() * 6 < of, "{file}, {rows} rows: of {of} instructions nothing ran {idle:?}");
+    assert!(idle.len() * 6 < of, "{rows} rows: of {of} instructions nothing ran {idle:?}");
     let (n, busy) = (machine.program.executed as f64, busy.as_secs_f64());
-    println!("{file}, {rows} rows: {n} instructions, {:.1e} a second; {} of {of} idle", n / busy, idle.len());
+    println!("{rows} rows: {n} instructions, {:.1e} a second; {} of {of} idle", n / busy, idle.len());
 }
 
 #[test]
-fn attends_with_the_bits_of_the_cpu_sm_70() {
-    ROWS.iter().for_each(|&rows| attend(FILES[0], rows));
-}
-
-#[test]
-fn attends_with_the_bits_of_the_cpu_sm_80() {
-    ROWS.iter().for_each(|&rows| attend(FILES[1], rows));
+fn attends_with_the_bits_of_the_cpu() {
+    ROWS.iter().for_each(|&rows| attend(rows));
 }
 
 // ---- Merge and finish ------------------------------------------------------------------------------------------
@@ -426,106 +418,115 @@ fn put_parts(machine: &mut Machine, parts: &[(Vec<f32>, Vec<bool>)], layout: &La
     address
 }
 
+/// Merges of parts by their indices, level by level, as lists on the device: rows, joins and bounds. A launch has a block for each row.
+fn put_merges(machine: &mut Machine, levels: &[&[[usize; 2]]], (rows, layout): (usize, &Layout)) -> [u64; 3] {
+    let (acc_rows, head) = (layout.acc_rows(), JoinArg::MERGE);
+    let at = |part: usize| (part * Partial::len(rows, acc_rows)) as u64;
+    let join = |[left, right]: &[usize; 2]| JoinArg { left: at(*left), right: at(*right), acc_rows, head };
+    let joins: Vec<JoinArg> = levels.concat().iter().map(join).collect();
+    let bounds = (0..=levels.len()).map(|level| levels[..level].concat().len() as u32);
+    let (rows, levels) = (rows as u32, levels.len() as u32);
+    // Row by row backwards, each to its own place.
+    let row = |row| RowArg { part: 0, rows, row, out: row, bounds: 0, levels, pad: 0 };
+    let rows: Vec<RowArg> = (0..rows).rev().map(row).collect();
+    let memory = &mut machine.memory;
+    [memory.put(&rows), memory.put(&joins), memory.put(&bounds.collect::<Vec<_>>())]
+}
+
+/// Arguments of a kernel that joins `parts` by these lists, without maps. `end`: those of its output.
+fn joining<'a>(
+    layout: &'a LayoutArg,
+    lists: &'a [u64; 3],
+    parts: &'a u64,
+    end: &[&'a [u8]],
+) -> Vec<&'a [u8]> {
+    let [rows, joins, bounds] = lists.each_ref().map(bytes_of);
+    let (heads, work) = (bytes_of(&0u64), bytes_of(&0u64));
+    [&[bytes_of(layout), rows, joins, bounds, heads, work, bytes_of(parts)], end].concat()
+}
+
 #[test]
 fn merges_with_the_bits_of_the_cpu() {
-    for file in FILES {
-        let mut machine = Machine::new(&text(file)).unwrap();
-        let mut rng = Rng(0x3e46e);
-        for (layout, rows) in layouts(&mut rng).into_iter().flat_map(|l| ROWS.map(|r| (l, r))) {
-            let parts: Vec<_> = (0..7).map(|_| part(&mut rng, rows, &layout)).collect();
-            let pairs = [[0u32, 1], [5, 2], [3, 6]];
-            let address = put_parts(&mut machine, &parts, &layout);
-            let at = |part: u32| u64::from(part) * parts[0].0.len() as u64;
-            let list = machine.memory.put(&pairs.map(|[left, right]| PairArg {
-                left: at(left),
-                right: at(right),
-                rows: rows as u32,
-                acc_rows: layout.acc_rows(),
-            }));
-            let args: &[&[u8]] = &[bytes_of(&list), bytes_of(&3u32), bytes_of(&address)];
-            machine.launch("merge_pairs", 2, 64, args).unwrap_or_else(|e| panic!("{file}: {e}, {layout:?}"));
-            for lanes in Lanes::available() {
-                let mut host: Vec<_> = parts.iter().map(|p| p.0.clone()).collect();
-                for [left, right] in pairs.map(|p| p.map(|i| i as usize)) {
-                    let mut source = host[right].clone();
-                    let [left, right] = [&mut host[left], &mut source]
-                        .map(|part| Partial::new(part, rows, layout.acc_rows()));
-                    join(lanes, left, right);
+    let mut machine = Machine::new(&text()).unwrap();
+    let mut rng = Rng(0x3e46e);
+    for (layout, rows) in layouts(&mut rng).into_iter().flat_map(|l| ROWS.map(|r| (l, r))) {
+        let parts: Vec<_> = (0..7).map(|_| part(&mut rng, rows, &layout)).collect();
+        let levels: [&[[usize; 2]]; 3] = [&[[0, 1], [5, 2], [3, 6]], &[[0, 5]], &[[0, 3]]];
+        let address = put_parts(&mut machine, &parts, &layout);
+        let lists = put_merges(&mut machine, &levels, (rows, &layout));
+        let layout_arg = LayoutArg::from(layout);
+        let args = joining(&layout_arg, &lists, &address, &[]);
+        // Warps that have one join, two, or none.
+        let threads = rng.of(&[32, 64, 128]);
+        machine
+            .launch("join_rows", rows as u32, threads, &args)
+            .unwrap_or_else(|e| panic!("{e}, {layout:?}"));
+        for lanes in Lanes::available() {
+            let mut host: Vec<_> = parts.iter().map(|p| p.0.clone()).collect();
+            for [left, right] in levels.concat() {
+                let mut source = host[right].clone();
+                let [left, right] =
+                    [&mut host[left], &mut source].map(|part| Partial::new(part, rows, layout.acc_rows()));
+                join(lanes, left, right);
+            }
+            for (i, host) in host.iter().enumerate() {
+                let row = layout.acc_rows() as usize * LANES;
+                let at = |word: usize| address + ((i * host.len() + word) * 4) as u64;
+                // An identity's acc cannot be read, so row by row.
+                let mut device = vec![f32::NAN; host.len()];
+                let tail: Vec<f32> = machine.memory.read(at(rows * row), 2 * rows).unwrap();
+                device[rows * row..].copy_from_slice(&tail);
+                for r in (0..rows).filter(|&r| tail[r] != f32::NEG_INFINITY) {
+                    let acc = machine.memory.read(at(r * row), row).unwrap();
+                    device[r * row..(r + 1) * row].copy_from_slice(&acc);
                 }
-                for (i, host) in host.iter().enumerate() {
-                    let row = layout.acc_rows() as usize * LANES;
-                    let at = |word: usize| address + ((i * host.len() + word) * 4) as u64;
-                    // An identity's acc cannot be read, so row by row.
-                    let mut device = vec![f32::NAN; host.len()];
-                    let tail: Vec<f32> = machine.memory.read(at(rows * row), 2 * rows).unwrap();
-                    device[rows * row..].copy_from_slice(&tail);
-                    for r in (0..rows).filter(|&r| tail[r] != f32::NEG_INFINITY) {
-                        let acc = machine.memory.read(at(r * row), row).unwrap();
-                        device[r * row..(r + 1) * row].copy_from_slice(&acc);
-                    }
-                    if let Err(e) = same(rows, &layout, host, &device) {
-                        panic!("{} lanes and {file}, part {i}, {layout:?}, {e}", lanes.name());
-                    }
+                if let Err(e) = same(rows, &layout, host, &device) {
+                    panic!("{} lanes, part {i}, {layout:?}, {e}", lanes.name());
                 }
             }
+        }
+        for address in lists.into_iter().chain([address]) {
             machine.memory.free(address).unwrap();
-            machine.memory.free(list).unwrap();
         }
     }
 }
 
 #[test]
 fn finishes_with_the_bits_of_the_cpu() {
-    for file in FILES {
-        let mut machine = Machine::new(&text(file)).unwrap();
-        let mut rng = Rng(0xf1415);
-        for (layout, rows) in layouts(&mut rng).into_iter().flat_map(|l| ROWS.map(|r| (l, r))) {
-            let parts = [part(&mut rng, rows, &layout)];
-            let address = put_parts(&mut machine, &parts, &layout);
-            let width = layout.v_dim as usize;
-            let (out, ends) = (machine.memory.allocate(rows * width * 4), machine.memory.allocate(rows * 12));
-            // Row by row backwards, each to its own place.
-            let order: Vec<RowArg> = (0..rows as u32)
-                .rev()
-                .map(|row| RowArg { part: 0, rows: rows as u32, row, out: row, pad: 0 })
-                .collect();
-            let list = machine.memory.put(&order);
-            let (layout_arg, row_arg) = (LayoutArg::from(layout), rows as u32);
-            let args: &[&[u8]] = &[
-                bytes_of(&layout_arg),
-                bytes_of(&list),
-                bytes_of(&row_arg),
-                bytes_of(&address),
-                bytes_of(&out),
-                bytes_of(&ends),
-            ];
-            machine
-                .launch("finish_rows", (rows as u32).div_ceil(2), 64, args)
-                .unwrap_or_else(|e| panic!("{file}: {e}, {layout:?}"));
-            let device: Vec<f32> = machine.memory.read(out, rows * width).unwrap();
-            let device_ends: Vec<[f32; 3]> = machine.memory.read(ends, rows).unwrap();
-            let mut buffer = parts[0].0.clone();
-            let part = Partial::new(&mut buffer, rows, layout.acc_rows());
-            for (lanes, r) in Lanes::available().flat_map(|l| (0..rows).map(move |r| (l, r))) {
-                let stride = layout.acc_rows() as usize;
-                let mut host = vec![f32::NAN; width];
-                let acc = &part.acc[r * stride..][..stride];
-                let host_lse =
-                    Finish { layout: &layout, m: part.m[r], l: part.l[r], acc, out: &mut host }.run(lanes);
-                let what = format!("{} lanes and {file}, row {r}, {layout:?}", lanes.name());
-                let ends = [host_lse, part.m[r], part.l[r]];
-                assert_eq!(ends.map(bits), device_ends[r].map(bits), "lse, m and l, {what}");
-                for (i, (a, b)) in host.iter().zip(&device[r * width..]).enumerate() {
-                    assert_eq!(bits(*a), bits(*b), "channel {i}, {what}");
-                }
-                if parts[0].1[r] {
-                    assert_eq!(host_lse, f32::NEG_INFINITY);
-                    assert!(host.iter().all(|x| x.to_bits() == 0));
-                }
+    let mut machine = Machine::new(&text()).unwrap();
+    let mut rng = Rng(0xf1415);
+    for (layout, rows) in layouts(&mut rng).into_iter().flat_map(|l| ROWS.map(|r| (l, r))) {
+        let parts = [part(&mut rng, rows, &layout)];
+        let address = put_parts(&mut machine, &parts, &layout);
+        let width = layout.v_dim as usize;
+        let (out, ends) = (machine.memory.allocate(rows * width * 4), machine.memory.allocate(rows * 12));
+        let lists = put_merges(&mut machine, &[], (rows, &layout));
+        let layout_arg = LayoutArg::from(layout);
+        let args = joining(&layout_arg, &lists, &address, &[bytes_of(&out), bytes_of(&ends)]);
+        machine.launch("finish_rows", rows as u32, 64, &args).unwrap_or_else(|e| panic!("{e}, {layout:?}"));
+        let device: Vec<f32> = machine.memory.read(out, rows * width).unwrap();
+        let device_ends: Vec<[f32; 3]> = machine.memory.read(ends, rows).unwrap();
+        let mut buffer = parts[0].0.clone();
+        let part = Partial::new(&mut buffer, rows, layout.acc_rows());
+        for (lanes, r) in Lanes::available().flat_map(|l| (0..rows).map(move |r| (l, r))) {
+            let stride = layout.acc_rows() as usize;
+            let mut host = vec![f32::NAN; width];
+            let acc = &part.acc[r * stride..][..stride];
+            let host_lse =
+                Finish { layout: &layout, m: part.m[r], l: part.l[r], acc, out: &mut host }.run(lanes);
+            let what = format!("{} lanes, row {r}, {layout:?}", lanes.name());
+            let ends = [host_lse, part.m[r], part.l[r]];
+            assert_eq!(ends.map(bits), device_ends[r].map(bits), "lse, m and l, {what}");
+            for (i, (a, b)) in host.iter().zip(&device[r * width..]).enumerate() {
+                assert_eq!(bits(*a), bits(*b), "channel {i}, {what}");
             }
-            for address in [address, out, ends, list] {
-                machine.memory.free(address).unwrap();
+            if parts[0].1[r] {
+                assert_eq!(host_lse, f32::NEG_INFINITY);
+                assert!(host.iter().all(|x| x.to_bits() == 0));
             }
+        }
+        for address in lists.into_iter().chain([address, out, ends]) {
+            machine.memory.free(address).unwrap();
         }
     }
 }
@@ -560,54 +561,77 @@ fn same_page(
 
 #[test]
 fn appends_and_copies_with_the_bits_of_the_cpu() {
-    for file in FILES {
-        let mut machine = Machine::new(&text(file)).unwrap();
-        let mut rng = Rng(0x57043);
-        for layout in (0..2).flat_map(|_| layouts(&mut rng)).collect::<Vec<_>>() {
-            let what = format!("{file}, {layout:?}");
-            let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
-            let (k, v) = (rng.values(9 * k_dim, 2.0), rng.values(9 * v_dim, 1e-6));
-            let mut pages = [blank(&mut machine, &layout), blank(&mut machine, &layout)];
-            let mut writes = Vec::new();
-            let lanes: [Vec<u32>; 2] = [vec![0, 1, 2, 31], vec![7, 8, 30]];
-            for (page, lanes) in pages.iter_mut().zip(&lanes) {
-                for &lane in lanes {
-                    let row = rng.below(9);
-                    let (key, value) = (&k[row as usize * k_dim..], &v[row as usize * v_dim..]);
-                    layout.write(&mut page.0, lane, Position(928 + lane), key, value).expect("finite");
-                    writes.push(WriteArg { page: page.1, position: 928 + lane, row });
-                }
-            }
-            let layout_arg = LayoutArg::from(layout);
-            let (k, v, list) = (machine.memory.put(&k), machine.memory.put(&v), machine.memory.put(&writes));
-            let count = writes.len() as u32;
-            let args: &[&[u8]] =
-                &[bytes_of(&layout_arg), bytes_of(&k), bytes_of(&v), bytes_of(&list), bytes_of(&count)];
-            machine.launch("append", 2, 128, args).unwrap_or_else(|e| panic!("{what}: {e}"));
-            for (page, lanes) in pages.iter().zip(&lanes) {
-                same_page(&machine, &layout, &page.0, page.1, lanes)
-                    .unwrap_or_else(|e| panic!("{what}: {e}"));
-            }
-            // Lanes of both pages to one, in other places.
-            let mut target = blank(&mut machine, &layout);
-            let mut copies = Vec::new();
-            for (page, from, to) in [(0, 31, 0), (1, 7, 1), (0, 1, 2), (1, 30, 19)] {
-                layout.copy(&pages[page].0, from, &mut target.0, to);
-                copies.push(CopyArg { source: pages[page].1, target: target.1, from, to });
-            }
-            let copies = machine.memory.put(&copies);
-            let args: &[&[u8]] = &[bytes_of(&layout_arg), bytes_of(&copies), bytes_of(&4u32)];
-            machine.launch("copy_tokens", 1, 128, args).unwrap_or_else(|e| panic!("{what}: {e}"));
-            same_page(&machine, &layout, &target.0, target.1, &[0, 1, 2, 19])
-                .unwrap_or_else(|e| panic!("{what}: {e}"));
-            for address in [k, v, list, copies, pages[0].1, pages[1].1, target.1] {
-                machine.memory.free(address).unwrap();
+    let mut machine = Machine::new(&text()).unwrap();
+    let mut rng = Rng(0x57043);
+    for layout in (0..2).flat_map(|_| layouts(&mut rng)).collect::<Vec<_>>() {
+        let what = format!("{layout:?}");
+        let (k_dim, v_dim) = (layout.k_dim as usize, layout.v_dim as usize);
+        let (k, v) = (rng.values(9 * k_dim, 2.0), rng.values(9 * v_dim, 1e-6));
+        let mut pages = [blank(&mut machine, &layout), blank(&mut machine, &layout)];
+        let mut writes = Vec::new();
+        let lanes: [Vec<u32>; 2] = [vec![0, 1, 2, 31], vec![7, 8, 30]];
+        for (page, lanes) in pages.iter_mut().zip(&lanes) {
+            for &lane in lanes {
+                let row = rng.below(9);
+                let (key, value) = (&k[row as usize * k_dim..], &v[row as usize * v_dim..]);
+                layout.write(&mut page.0, lane, Position(928 + lane), key, value).expect("finite");
+                writes.push(WriteArg { page: page.1, position: 928 + lane, row });
             }
         }
-        for entry in ["append", "copy_tokens"] {
-            let (idle, of) = machine.program.idle(entry);
-            assert!(idle.len() * 6 < of, "{file}, {entry}: of {of} instructions nothing ran {idle:?}");
+        let layout_arg = LayoutArg::from(layout);
+        let (k_host, v_host) = (k[..k_dim].to_vec(), v[..v_dim].to_vec());
+        let (k, v, list) = (machine.memory.put(&k), machine.memory.put(&v), machine.memory.put(&writes));
+        let count = writes.len() as u32;
+        let tokens = [bytes_of(&layout_arg), bytes_of(&k), bytes_of(&v), bytes_of(&list), bytes_of(&count)];
+        let none = [bytes_of(&0u64), bytes_of(&0u32)];
+        machine
+            .launch("append", 2, 128, &[&tokens[..], &none].concat())
+            .unwrap_or_else(|e| panic!("{what}: {e}"));
+        for (page, lanes) in pages.iter().zip(&lanes) {
+            same_page(&machine, &layout, &page.0, page.1, lanes).unwrap_or_else(|e| panic!("{what}: {e}"));
         }
+        // Lanes of both pages to one, in other places.
+        let mut target = blank(&mut machine, &layout);
+        let mut copies = Vec::new();
+        for (page, from, to) in [(0, 31, 0), (1, 7, 1), (0, 1, 2), (1, 30, 19)] {
+            layout.copy(&pages[page].0, from, &mut target.0, to);
+            copies.push(CopyArg { source: pages[page].1, target: target.1, from, to });
+        }
+        let copies = machine.memory.put(&copies);
+        let args: &[&[u8]] = &[bytes_of(&layout_arg), bytes_of(&copies), bytes_of(&4u32)];
+        machine.launch("copy_tokens", 1, 128, args).unwrap_or_else(|e| panic!("{what}: {e}"));
+        same_page(&machine, &layout, &target.0, target.1, &[0, 1, 2, 19])
+            .unwrap_or_else(|e| panic!("{what}: {e}"));
+        // A lane of each page, and copies of other lanes of them, in one launch.
+        let mut also = blank(&mut machine, &layout);
+        for (from, to) in [(2, 3), (0, 30)] {
+            layout.copy(&pages[0].0, from, &mut also.0, to);
+        }
+        let other =
+            [(2, 3), (0, 30)].map(|(from, to)| CopyArg { source: pages[0].1, target: also.1, from, to });
+        let other = machine.memory.put(&other);
+        for page in &mut pages {
+            layout.write(&mut page.0, 11, Position(939), &k_host, &v_host).expect("finite");
+        }
+        let write = |page: &(Vec<u32>, u64)| WriteArg { page: page.1, position: 939, row: 0 };
+        let writes = machine.memory.put(&pages.each_ref().map(write));
+        let tokens = [bytes_of(&layout_arg), bytes_of(&k), bytes_of(&v), bytes_of(&writes), bytes_of(&2u32)];
+        let copied = [bytes_of(&other), bytes_of(&2u32)];
+        machine
+            .launch("append", 2, 96, &[&tokens[..], &copied].concat())
+            .unwrap_or_else(|e| panic!("{what}: {e}"));
+        let written = [&lanes[0], &[11][..]].concat();
+        let found = same_page(&machine, &layout, &pages[0].0, pages[0].1, &written);
+        found
+            .and_then(|()| same_page(&machine, &layout, &also.0, also.1, &[3, 30]))
+            .unwrap_or_else(|e| panic!("{what}: {e}"));
+        for address in [k, v, list, copies, other, writes, pages[0].1, pages[1].1, target.1, also.1] {
+            machine.memory.free(address).unwrap();
+        }
+    }
+    for entry in ["append", "copy_tokens"] {
+        let (idle, of) = machine.program.idle(entry);
+        assert!(idle.len() * 6 < of, "{entry}: of {of} instructions nothing ran {idle:?}");
     }
 }
 
@@ -624,10 +648,15 @@ fn tiny(body: &str) -> String {
 
 /// Runs `body` on `words`, with that many threads.
 fn run_tiny(body: &str, words: &[u32], threads: u32) -> Result<Vec<u32>, Fault> {
+    run_blocks(body, words, 1, threads)
+}
+
+/// [`run_tiny`] with several blocks.
+fn run_blocks(body: &str, words: &[u32], blocks: u32, threads: u32) -> Result<Vec<u32>, Fault> {
     let mut machine = Machine::new(&tiny(body)).unwrap();
     machine.program.budget = 10_000;
     let address = machine.memory.put(words);
-    machine.launch("k", 1, threads, &[bytes_of(&address)])?;
+    machine.launch("k", blocks, threads, &[bytes_of(&address)])?;
     Ok(machine.memory.read(address, words.len()).unwrap())
 }
 
@@ -735,6 +764,30 @@ fn finds_races() {
     let write =
         "setp.lt.u32 %p1, %r1, 32;\n @%p1 ld.global.b32 %r2, [%rd3];\n @!%p1 st.global.b32 [%rd3+-128], 1;";
     assert_eq!(to_first(cause(write, &[0; 64], 64).2), (0, 0));
+    // A barrier of the block stands between the two warps, but not between two blocks.
+    for both in [read, write] {
+        let (first, second) = both.split_once("\n @!%p1").unwrap();
+        let apart = format!("{first}\n bar.sync 0;\n @!%p1{second}");
+        assert!(run_tiny(&apart, &[0; 64], 64).is_ok());
+        let blocks =
+            apart.replace("setp.lt.u32 %p1, %r1, 32;", "mov.b32 %r5, %ctaid.x;\n setp.lt.u32 %p1, %r5, 1;");
+        let fault = run_blocks(&blocks.replace("+-128", ""), &[0; 32], 2, 32).unwrap_err();
+        assert_eq!(to_first(fault.cause), (0, 0));
+        // A third access, of the first warp again, needs a second barrier.
+        let third = format!("{apart}\n @%p1 st.global.b32 [%rd3], 2;");
+        assert_eq!(to_first(cause(&third, &[0; 64], 64).2), (0, 0));
+        let third = format!("{apart}\n bar.sync 0;\n @%p1 st.global.b32 [%rd3], 2;");
+        assert!(run_tiny(&third, &[0; 64], 64).is_ok());
+    }
+    // Both warps read, and one of them writes: after a barrier only.
+    let many = "and.b64 %rd4, %rd2, 124;\n add.s64 %rd4, %rd1, %rd4;\n ld.global.b32 %r2, [%rd4];";
+    let then = "setp.lt.u32 %p1, %r1, 32;\n @%p1 st.global.b32 [%rd3], 1;";
+    assert!(matches!(cause(&format!("{then}\n {many}"), &[0; 64], 64).2, Cause::WarpRace { other: 0, .. }));
+    assert!(run_tiny(&format!("{many}\n bar.sync 0;\n {then}"), &[0; 64], 64).is_ok());
+    // A warp, or lanes of one, that do not come.
+    let gone = |lanes: u32| format!("setp.lt.u32 %p1, %r1, {lanes};\n @%p1 ret;\n bar.sync 0;");
+    assert_eq!(cause(&gone(32), &[0], 64).2, Cause::Deserted { other: 0 });
+    assert_eq!(cause(&gone(16), &[0], 32).2, Cause::Divergent { missing: 0xffff });
     // A lane reads a word that another wrote, with a barrier in between and without; and writes a word that another read.
     for (first, then) in [
         ("st.global.b32 [%rd3], %r1;", "xor.b64 %rd4, %rd3, 4;\n ld.global.b32 %r2, [%rd4];"),
@@ -969,7 +1022,7 @@ fn computes_as_the_instruction_set_says() {
 
 #[test]
 fn a_shuffle_of_other_lanes_shows() {
-    let text = text(FILES[1]);
+    let text = text();
     let from = text.find(".entry attend_r1(").unwrap();
     let end = from + text[from..].find("\n}").unwrap();
     // The sum is the last butterfly of the kernel: at its first step each lane takes its neighbour's partner.
@@ -991,7 +1044,7 @@ fn a_shuffle_of_other_lanes_shows() {
 
 #[test]
 fn finds_pages_that_are_not_as_promised() {
-    let mut machine = Machine::new(&text(FILES[1])).unwrap();
+    let mut machine = Machine::new(&text()).unwrap();
     let layout = Layout::new(32, Dtype::F32);
     let mut rng = Rng(9);
     let mut case = Case::new(&mut rng, 1, layout);
@@ -1019,17 +1072,35 @@ fn finds_pages_that_are_not_as_promised() {
 
 #[test]
 fn a_merge_without_its_barrier_races() {
-    let text = text(FILES[1]).replace("bar.warp.sync", "// bar.warp.sync");
+    let text = text().replace("bar.warp.sync", "// bar.warp.sync");
     let mut machine = Machine::new(&text).unwrap();
     // The right part changes the exponent and the sum of the left one, or is too small to.
     for right in [4.0, -200.0] {
         let mut parts = [[1.0f32; 34]; 2];
         (parts[0][32], parts[1][32]) = (3.0, right);
-        let pair = PairArg { left: 0, right: 34, rows: 1, acc_rows: 1 };
-        let (address, pairs) = (machine.memory.put(parts.as_flattened()), machine.memory.put(&[pair]));
-        let args = [bytes_of(&pairs), bytes_of(&1u32), bytes_of(&address)];
-        let fault = machine.launch("merge_pairs", 1, 32, &args).unwrap_err();
+        let address = machine.memory.put(parts.as_flattened());
+        let layout = Layout::new(1, Dtype::F32);
+        let lists = put_merges(&mut machine, &[&[[0, 1]]], (1, &layout));
+        let layout = LayoutArg::from(layout);
+        let fault = machine.launch("join_rows", 1, 32, &joining(&layout, &lists, &address, &[])).unwrap_err();
         assert_eq!(fault.opcode, "st.global.b32");
         assert!(matches!(fault.cause, Cause::LaneRace { .. }));
     }
+}
+
+#[test]
+fn levels_without_their_barrier_race() {
+    let text = text();
+    let layout = Layout::new(1, Dtype::F32);
+    let run = |text: &str| {
+        let mut machine = Machine::new(text).unwrap();
+        let address = machine.memory.put([[1.0f32; 34]; 4].as_flattened());
+        let levels: [&[[usize; 2]]; 2] = [&[[0, 1], [2, 3]], &[[0, 2]]];
+        let lists = put_merges(&mut machine, &levels, (1, &layout));
+        let layout = LayoutArg::from(layout);
+        machine.launch("join_rows", 1, 64, &joining(&layout, &lists, &address, &[]))
+    };
+    run(&text).unwrap();
+    let fault = run(&text.replace("bar.sync", "// bar.sync")).unwrap_err();
+    assert!(matches!(fault.cause, Cause::WarpRace { .. }), "{fault}");
 }

@@ -21,11 +21,10 @@ use pikv_test::numbers::Rng;
 
 const DIMS: [u32; 11] = [1, 3, 20, 32, 33, 64, 80, 96, 128, 129, 256];
 const CODES: usize = Code::ALL.len();
-const FILES: [&str; 2] = ["pikv_sm_70.ptx", "pikv_sm_80.ptx"];
 
-fn machine(file: &str) -> Machine {
-    let path = format!("{}/../pikv-kernels/ptx/{file}", env!("CARGO_MANIFEST_DIR"));
-    let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{path}: {e}"));
+fn machine() -> Machine {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../pikv-kernels/ptx/pikv_sm_70.ptx");
+    let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{path}: {e}"));
     Machine::new(&text).unwrap_or_else(|e| panic!("{path}: {e}"))
 }
 
@@ -324,8 +323,9 @@ fn bits(x: f32) -> u32 {
     if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }
 }
 
-fn attends(file: &str) {
-    let mut machine = machine(file);
+#[test]
+fn reads_packed_pages_with_the_bits_of_the_cpu() {
+    let mut machine = machine();
     let mut rng = Rng(0xc0dec);
     for rows in [1, 4] {
         for i in 0..CODES * CODES * 4 {
@@ -333,33 +333,23 @@ fn attends(file: &str) {
             let packed = Packed::new(rng.of(&DIMS), rng.of(&DIMS), k, v);
             let case = Case::new(&mut rng, rows, packed);
             let threads = rng.of(&[32, 64]);
-            let device =
-                case.device(&mut machine, threads).unwrap_or_else(|e| panic!("{file}: {e}: {case:?}"));
+            let device = case.device(&mut machine, threads).unwrap_or_else(|e| panic!("{e}: {case:?}"));
             for lanes in Lanes::available() {
                 let name = lanes.name();
-                case.check(lanes, &device).unwrap_or_else(|e| panic!("{name} and {file}: {e}: {case:?}"));
+                case.check(lanes, &device).unwrap_or_else(|e| panic!("{name}: {e}: {case:?}"));
             }
         }
         let (idle, of) = machine.program.idle(&format!("attend_packed_r{rows}"));
-        println!("{file}, {rows} rows: {} of {of} instructions idle", idle.len());
+        println!("{rows} rows: {} of {of} instructions idle", idle.len());
         // The rest are branches of checks that hold.
-        assert!(idle.len() * 6 < of, "{file}, {rows} rows: of {of} instructions nothing ran {idle:?}");
+        assert!(idle.len() * 6 < of, "{rows} rows: of {of} instructions nothing ran {idle:?}");
     }
 }
 
-#[test]
-fn reads_packed_pages_with_the_bits_of_the_cpu_sm_70() {
-    attends(FILES[0]);
-}
-
-#[test]
-fn reads_packed_pages_with_the_bits_of_the_cpu_sm_80() {
-    attends(FILES[1]);
-}
-
 /// Factors: K and V each of tokens, of means, or in a basis.
-fn factors(file: &str) {
-    let mut machine = machine(file);
+#[test]
+fn reads_factors_with_the_bits_of_the_cpu() {
+    let mut machine = machine();
     let mut rng = Rng(0xfac7);
     for i in 0..CODES * CODES * 5 {
         let mut side = |i: usize, wide: u32| {
@@ -375,31 +365,22 @@ fn factors(file: &str) {
         let packed = Packed::new(k_dim, v_dim, k, v).sides(k_side, v_side);
         let case = Case::new(&mut rng, 1, packed);
         let threads = rng.of(&[32, 64]);
-        let device = case.device(&mut machine, threads).unwrap_or_else(|e| panic!("{file}: {e}: {case:?}"));
+        let device = case.device(&mut machine, threads).unwrap_or_else(|e| panic!("{e}: {case:?}"));
         for lanes in Lanes::available() {
             let name = lanes.name();
-            case.check(lanes, &device).unwrap_or_else(|e| panic!("{name} and {file}: {e}: {case:?}"));
+            case.check(lanes, &device).unwrap_or_else(|e| panic!("{name}: {e}: {case:?}"));
         }
     }
     let (idle, of) = machine.program.idle("attend_factors");
-    println!("{file}: {} of {of} instructions idle", idle.len());
+    println!("{} of {of} instructions idle", idle.len());
     // Half of it is for keys before their rotation, which the tests of the back end read.
-    assert!(idle.len() * 3 < of * 2, "{file}: of {of} instructions nothing ran {idle:?}");
-}
-
-#[test]
-fn reads_factors_with_the_bits_of_the_cpu_sm_70() {
-    factors(FILES[0]);
-}
-
-#[test]
-fn reads_factors_with_the_bits_of_the_cpu_sm_80() {
-    factors(FILES[1]);
+    assert!(idle.len() * 3 < of * 2, "of {of} instructions nothing ran {idle:?}");
 }
 
 /// Pages packed by the PTX: every word of them, with every map.
-fn packs(file: &str) {
-    let mut machine = machine(file);
+#[test]
+fn packs_pages_with_the_words_of_the_cpu() {
+    let mut machine = machine();
     let mut rng = Rng(0x9ac4);
     for i in 0..CODES * CODES {
         let (k, v) = (Code::ALL[i % CODES], Code::ALL[i / CODES % CODES]);
@@ -415,7 +396,7 @@ fn packs(file: &str) {
         }
         let maps = [layout.k_dim, layout.v_dim].map(|dim| Form::draw(&mut rng, dim));
         let packed = Packed::new(maps[0].narrow(layout.k_dim), maps[1].narrow(layout.v_dim), k, v);
-        let what = format!("{file}: {layout:?}, {packed:?}, {fill} tokens, {maps:?}");
+        let what = format!("{layout:?}, {packed:?}, {fill} tokens, {maps:?}");
         let memory = &mut machine.memory;
         let arguments = [maps[0].put(layout.k_dim, memory), maps[1].put(layout.v_dim, memory)];
         let [k, v] = [0, 1].map(|i| arguments[i].0);
@@ -438,7 +419,7 @@ fn packs(file: &str) {
         }
     }
     let (idle, of) = machine.program.idle("pack_pages");
-    println!("{file}: {} of {of} instructions idle", idle.len());
+    println!("{} of {of} instructions idle", idle.len());
 }
 
 /// A map as the kernels are given it.
@@ -519,20 +500,10 @@ fn close(
     out
 }
 
-#[test]
-fn packs_pages_with_the_words_of_the_cpu_sm_70() {
-    packs(FILES[0]);
-}
-
-#[test]
-fn packs_pages_with_the_words_of_the_cpu_sm_80() {
-    packs(FILES[1]);
-}
-
 /// Integers at the ends of their range: every product of a code and a rounded query or weight, with sums near the ends of i32.
 #[test]
 fn integer_products_at_their_ends() {
-    let mut machine = machine(FILES[1]);
+    let mut machine = machine();
     for code in [Code::Int8, Code::Int6, Code::Int5, Code::Int4, Code::Int3, Code::Int2] {
         for (rows, sign) in [(1, 1.0), (4, 1.0), (1, -1.0), (4, -1.0)] {
             let packed = Packed::new(256, 256, code, code);
@@ -561,7 +532,7 @@ fn integer_products_at_their_ends() {
 
 #[test]
 fn a_word_past_the_page_is_found() {
-    let mut machine = machine(FILES[1]);
+    let mut machine = machine();
     let mut rng = Rng(3);
     for code in Code::ALL {
         let packed = Packed::new(64, 256, code, code);

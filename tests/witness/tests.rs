@@ -9,8 +9,8 @@ use pikv_core::full::PageRef;
 use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, Position};
 use pikv_core::warp::LANES;
-use pikv_kernels::args::{LayoutArg, PairArg, RopeArg, RowArg, SightArg, TaskArg, WriteArg};
-use pikv_kernels::ptx::SM_80;
+use pikv_kernels::args::{JoinArg, LayoutArg, RopeArg, RowArg, SightArg, TaskArg, WriteArg};
+use pikv_kernels::ptx::TEXT;
 use pikv_lanes::Lanes;
 use pikv_lanes::attend::{Block, Common, Finish, bundles};
 use pikv_lanes::merge::join;
@@ -96,10 +96,13 @@ impl Case {
     /// By the kernels.
     fn device(&self, program: &Program, order: Order) -> Result<Found, String> {
         let (layout, count) = (LayoutArg::from(self.layout), |n: usize| n as u32);
-        let launch = |entry: &str, warps: usize, arguments: &[&[u8]]| {
+        let launch_blocks = |entry: &str, shape: (u32, u32), arguments: &[&[u8]]| {
             let arguments: Vec<*const u8> = arguments.iter().map(|bytes| bytes.as_ptr()).collect();
             // SAFETY: the arguments are those of the kernel, and their lists and memory outlive the launch.
-            unsafe { program.launch(entry, (warps.div_ceil(4) as u32, 128), &arguments, order) }
+            unsafe { program.launch(entry, shape, &arguments, order) }
+        };
+        let launch = |entry: &str, warps: usize, arguments: &[&[u8]]| {
+            launch_blocks(entry, (warps.div_ceil(4) as u32, 128), arguments)
         };
         let mut pages = vec![vec![u32::MAX; self.layout.words() as usize]; self.pages()];
         let at: Vec<u64> = pages.iter_mut().map(|page| page.as_mut_ptr() as u64).collect();
@@ -107,7 +110,9 @@ impl Case {
         let writes: Vec<WriteArg> = (0..self.tokens).map(write).collect();
         let lists = [address(&self.keys), address(&self.values), address(&writes)];
         let [k, v, list] = lists.each_ref().map(bytes_of);
-        launch("append", self.tokens, &[bytes_of(&layout), k, v, list, bytes_of(&count(self.tokens))])?;
+        let tokens = count(self.tokens);
+        let arguments = [bytes_of(&layout), k, v, list, bytes_of(&tokens), bytes_of(&0u64), bytes_of(&0u32)];
+        launch("append", self.tokens, &arguments)?;
 
         let live: Vec<u32> = (0..pages.len()).map(|i| self.live(i)).collect();
         let sights: Vec<SightArg> = self.sights().into_iter().map(SightArg::from).collect();
@@ -133,24 +138,29 @@ impl Case {
         launch(&format!("attend_r{}", self.rows), tasks.len(), &[&arguments[..], &rest].concat())?;
         let blocks = parts.clone();
 
-        for level in self.levels() {
-            let (rows, acc_rows) = (count(self.rows), self.layout.acc_rows());
-            let part = |block: usize| (block * self.len()) as u64;
-            let pair = |(left, right)| PairArg { left: part(left), right: part(right), rows, acc_rows };
-            let pairs: Vec<PairArg> = level.into_iter().map(pair).collect();
-            let (list, number) = (address(&pairs), count(pairs.len()));
-            launch("merge_pairs", pairs.len(), &[bytes_of(&list), bytes_of(&number), bytes_of(&parts_at)])?;
-        }
-
-        let row = |row| RowArg { part: 0, rows: count(self.rows), row, out: row, pad: 0 };
-        let rows: Vec<RowArg> = (0..count(self.rows)).map(row).collect();
+        let levels = self.levels();
+        let part = |block: usize| (block * self.len()) as u64;
+        let (acc_rows, head) = (self.layout.acc_rows(), JoinArg::MERGE);
+        let join = |(left, right): &(usize, usize)| JoinArg {
+            left: part(*left),
+            right: part(*right),
+            acc_rows,
+            head,
+        };
+        let joins: Vec<JoinArg> = levels.iter().flatten().map(join).collect();
+        let bound = |level: usize| count(levels[..level].iter().map(Vec::len).sum());
+        let bounds: Vec<u32> = (0..=levels.len()).map(bound).collect();
+        let [rows, levels] = [self.rows, levels.len()].map(count);
+        let row = |row| RowArg { part: 0, rows, row, out: row, bounds: 0, levels, pad: 0 };
+        let rows: Vec<RowArg> = (0..rows).map(row).collect();
         let mut out = vec![f32::NAN; self.rows * self.layout.v_dim as usize];
         let mut ends = vec![[f32::NAN; 3]; self.rows];
-        let lists = [address(&rows), out.as_mut_ptr() as u64, ends.as_mut_ptr() as u64];
-        let [list, out_at, ends_at] = lists.each_ref().map(bytes_of);
-        let number = count(self.rows);
-        let arguments = [bytes_of(&layout), list, bytes_of(&number), bytes_of(&parts_at), out_at, ends_at];
-        launch("finish_rows", self.rows, &arguments)?;
+        let lists = [address(&rows), address(&joins), address(&bounds), 0, 0, parts_at];
+        let ends_at = [out.as_mut_ptr() as u64, ends.as_mut_ptr() as u64];
+        let lists = lists.iter().chain(&ends_at).map(bytes_of);
+        let arguments: Vec<&[u8]> = [bytes_of(&layout)].into_iter().chain(lists).collect();
+        // Fewer warps than joins of the first level.
+        launch_blocks("finish_rows", (count(self.rows), 64), &arguments)?;
         let merged = parts[..self.len()].to_vec();
         Ok(Found { pages, blocks, merged, out, lse: ends.into_iter().map(|[lse, _, _]| lse).collect() })
     }
@@ -268,7 +278,7 @@ fn address<T: NoUninit>(list: &[T]) -> u64 {
 
 #[test]
 fn kernels_have_the_bits_of_the_lanes_and_attend_as_in_f64() {
-    let program = Program::new(SM_80).unwrap();
+    let program = Program::new(TEXT).unwrap();
     for (layout, rows, tokens) in [
         (Layout::new(128, Dtype::Bf16).values(128, Dtype::Bf16), 4, 700),
         (Layout::new(64, Dtype::F32).values(80, Dtype::F16), 4, 256),
@@ -286,9 +296,9 @@ fn kernels_have_the_bits_of_the_lanes_and_attend_as_in_f64() {
 fn spoilt(entry: &str, mark: &str, old: &str, new: &str) -> String {
     let mut at = 0;
     for text in [&format!(".entry {entry}("), mark, old] {
-        at += SM_80[at..].find(text).unwrap_or_else(|| panic!("{entry} has no {text}"));
+        at += TEXT[at..].find(text).unwrap_or_else(|| panic!("{entry} has no {text}"));
     }
-    format!("{}{new}{}", &SM_80[..at], &SM_80[at + old.len()..])
+    format!("{}{new}{}", &TEXT[..at], &TEXT[at + old.len()..])
 }
 
 #[test]
@@ -299,16 +309,17 @@ fn faults_of_the_ptx_show() {
         ("attend_r4", "shfl.sync.bfly.b32", "setp.gt.f32", "setp.lt.f32"),
         ("attend_r4", "shfl.sync.bfly.b32", "max.f32", "min.f32"),
         ("attend_r4", "shfl.sync.bfly.b32", "add.rn.f32", "mul.rn.f32"),
-        ("merge_pairs", "", "bar.warp.sync \t-1;", ""),
-        ("merge_pairs", "", "setp.gt.f32", "setp.lt.f32"),
-        ("merge_pairs", "", "add.rn.f32", "mul.rn.f32"),
-        ("merge_pairs", "", "add.rn.f32", "sub.rn.f32"),
+        ("finish_rows", "", "bar.warp.sync \t-1;", ""),
+        ("finish_rows", "", "bar.sync \t0;", ""),
+        ("finish_rows", "", "setp.gt.f32", "setp.lt.f32"),
+        ("finish_rows", "", "add.rn.f32", "mul.rn.f32"),
+        ("finish_rows", "", "add.rn.f32", "sub.rn.f32"),
         ("finish_rows", "", "div.rn.f32", "mul.rn.f32"),
         ("append", "", "shl.b32", "shr.u32"),
     ] {
         let what = format!("{entry}: {old} -> {new}");
         let program = Program::new(&spoilt(entry, mark, old, new)).unwrap_or_else(|e| panic!("{what}: {e}"));
-        for entry in ["append", "attend_r4", "merge_pairs", "finish_rows"] {
+        for entry in ["append", "attend_r4", "finish_rows"] {
             program.compile(entry).unwrap_or_else(|e| panic!("{what}: {e}"));
         }
         let found = ORDERS.map(|order| case.check(&program, order).err());

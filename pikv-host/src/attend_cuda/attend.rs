@@ -1,5 +1,5 @@
-//! Launches of a wave: for each width of bundles (and form of packed pages) one over all blocks; one for each height of the tree; one for the
-//! ends of rows; and, if they are wanted, one for the masses of pages.
+//! Launches of a wave: one for all blocks of each width of bundles (and form of packed pages), one for the trees and outputs of all rows, and
+//! one for the masses of pages if they are wanted.
 
 use crate::attend::job::{Job, OnDevice};
 use crate::attend_cuda::wave::{FACTORED_ROWS, Packed, Wave};
@@ -14,6 +14,7 @@ use pikv_core::codec::factors::FactorScratch;
 use pikv_core::codec::read::{REBUILT, Scratch};
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
+use pikv_kernels::JOINING;
 use pikv_kernels::args::{FoldMapArg, HeadArg, LayoutArg, MassArg, PackedArg, RopeArg, TensorArg};
 
 /// f32 of partial results and weights in a wave, unless it has a single item: 64 MiB.
@@ -84,10 +85,8 @@ struct Sent<'a> {
     tasks: [u64; 4],
     /// For each entry of [`Wave::packed`]: queries, constant terms of scores, and tasks.
     packed: Vec<[u64; 3]>,
-    pairs: Vec<u64>,
-    backs: Vec<u64>,
-    heads: u64,
-    rows: u64,
+    /// Rows, their joins, the bounds of levels, and the heads of maps.
+    joins: [u64; 4],
     weighed: u64,
     sums: u64,
 }
@@ -114,9 +113,8 @@ impl Wave<'_> {
             }
             of.launch(device, work, shape, sent.turn, &sent.lists, [folded, start, tasks])?;
         }
-        self.launch_joins(&sent, work)?;
+        self.launch_rows(&sent, work, to.map(|(to, _)| to))?;
         let Some((to, _)) = to else { return Ok(()) };
-        self.launch_ends(&sent, to)?;
         if masses.is_empty() {
             return Ok(());
         }
@@ -163,8 +161,7 @@ impl Wave<'_> {
         let packed = self.packed.iter();
         let packed: Vec<[u64; 3]> =
             packed.map(|of| [upload.add(&of.q), upload.add(&of.start), upload.add(&of.tasks)]).collect();
-        let pairs: Vec<u64> = self.joins.pairs.iter().map(|pairs| upload.add(pairs)).collect();
-        let backs: Vec<u64> = self.joins.backs.iter().map(|backs| upload.add(backs)).collect();
+        let (joins, bounds) = (upload.add(&self.joins.list), upload.add(&self.joins.bounds));
         let head_list = upload.add(&heads);
         let (rows, weighed, sums) = (upload.add(&self.rows), upload.add(&self.weighed), upload.add(masses));
         let base = work.send(stream, &upload)?;
@@ -184,10 +181,7 @@ impl Wave<'_> {
             gathered: gathered.packed,
             tasks: tasks.map(at),
             packed: packed.into_iter().map(|of| of.map(at)).collect(),
-            pairs: pairs.into_iter().map(at).collect(),
-            backs: backs.into_iter().map(at).collect(),
-            heads: at(head_list),
-            rows: at(rows),
+            joins: [rows, joins, bounds, head_list].map(at),
             weighed: at(weighed),
             sums: at(sums),
         })
@@ -240,47 +234,43 @@ impl Wave<'_> {
         Ok(())
     }
 
-    /// Joins partial results, height by height, and converts those of packed pages to the heads' channels.
-    fn launch_joins(&self, sent: &Sent<'_>, work: &mut Work) -> Result<(), Error> {
-        let Sent { device, layout, heads, lists: Lists { parts, .. }, .. } = *sent;
-        for height in 0..self.joins.pairs.len().max(self.joins.backs.len()) {
-            if let Some(count) = self.joins.pairs.get(height).map(Vec::len).filter(|n| *n > 0) {
-                let (list, n) = (sent.pairs[height], count as u32);
-                // SAFETY: the parameters of `merge_pairs`; at one height of a tree no part occurs twice.
-                unsafe { device.launch(device.kernels.merge_pairs, count, arguments!(list, n, parts))? };
-            }
-            if let Some(count) = self.joins.backs.get(height).map(Vec::len).filter(|n| *n > 0) {
-                let (list, n) = (sent.backs[height], count as u32);
-                let room = work.scratch(&device.stream, (count * back::WORK * LANES * 4) as u64)?;
-                // SAFETY: the parameters of `back_rows`; each row has its own output and scratch memory, and its input is complete.
-                unsafe {
-                    let arguments = arguments!(layout, heads, list, n, room, parts);
-                    device.launch(device.kernels.back_rows, count, arguments)?;
-                }
-            }
+    /// Joins the partial results of each row, a block a row, and writes the row to its output if there is one.
+    fn launch_rows(&self, sent: &Sent<'_>, work: &mut Work, to: Option<To>) -> Result<(), Error> {
+        if self.rows.is_empty() {
+            return Ok(());
         }
-        Ok(())
-    }
-
-    /// Normalizes the rows, and writes them to the output.
-    fn launch_ends(&self, sent: &Sent<'_>, To { out, ends, .. }: To) -> Result<(), Error> {
-        let Sent { device, layout, rows, lists: Lists { parts, .. }, .. } = *sent;
-        let count = self.rows.len() as u32;
-        match ends {
-            // SAFETY: the parameters of `finish_rows`; each row of the call belongs to one item, and `out` and `ends` have room for all.
-            Ends::Host(ends) => unsafe {
-                let out = out.at;
-                let arguments = arguments!(layout, rows, count, parts, out, ends);
-                device.launch(device.kernels.finish_rows, self.rows.len(), arguments)?;
+        let Sent { device, layout, joins: [rows, joins, bounds, heads], lists: Lists { parts, .. }, .. } =
+            *sent;
+        let (blocks, warps) = (self.rows.len(), self.joins.widest.next_power_of_two().clamp(1, JOINING));
+        let room = (blocks * warps * back::WORK * LANES * 4) as u64;
+        let room = if self.joins.maps { work.scratch(&device.stream, room)? } else { 0 };
+        let kernels = &device.kernels;
+        match to {
+            // SAFETY: the parameters of `join_rows`. The lists are on the device; at one level of a tree no part occurs twice as an output,
+            // and its inputs are complete; bundles have parts of their own, and each warp its own working memory.
+            None => unsafe {
+                device.launch_blocks(
+                    kernels.join_rows,
+                    blocks,
+                    warps,
+                    arguments!(layout, rows, joins, bounds, heads, room, parts),
+                )?;
             },
-            Ends::Device { lse, faults } => {
-                let wide = out.wide();
-                let kernel = if wide { device.kernels.finish_in_place } else { device.kernels.finish_halves };
+            // SAFETY: the parameters of `finish_rows`, as above; each row of the call belongs to one item, and `out` and `ends` have room
+            // for all.
+            Some(To { out, ends: Ends::Host(ends), .. }) => unsafe {
+                let out = out.at;
+                let arguments = arguments!(layout, rows, joins, bounds, heads, room, parts, out, ends);
+                device.launch_blocks(kernels.finish_rows, blocks, warps, arguments)?;
+            },
+            Some(To { out, ends: Ends::Device { lse, faults }, .. }) => {
+                let kernel = if out.wide() { kernels.finish_in_place } else { kernels.finish_halves };
                 // SAFETY: the parameters of `finish_in_place` and `finish_halves`, as above; the caller's tensors stay allocated until the
                 // stream has passed, and nothing else accesses them.
                 unsafe {
-                    let arguments = arguments!(layout, rows, count, parts, out, lse, faults);
-                    device.launch(kernel, self.rows.len(), arguments)?;
+                    let arguments =
+                        arguments!(layout, rows, joins, bounds, heads, room, parts, out, lse, faults);
+                    device.launch_blocks(kernel, blocks, warps, arguments)?;
                 }
             }
         }

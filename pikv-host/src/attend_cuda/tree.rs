@@ -3,30 +3,53 @@
 use crate::attend::forest::Forest;
 use crate::attend::tree::{Split, Subtree};
 use pikv_core::merge::Partial;
-use pikv_kernels::args::{BackArg, PairArg};
+use pikv_kernels::args::JoinArg;
 
-/// Joins of partial results, by their height in the tree.
+/// Joins of the bundles of a wave, each bundle's level by level.
 #[derive(Default)]
 pub struct Joins {
-    pub pairs: Vec<Vec<PairArg>>,
-    /// Conversions of rows to the head's channels.
-    pub backs: Vec<Vec<BackArg>>,
+    pub list: Vec<JoinArg>,
+    /// For each bundle the first join of each of its levels, and the end of the last.
+    pub bounds: Vec<u32>,
+    /// Most joins of a level of a bundle.
+    pub widest: usize,
+    /// Whether rows are mapped to the heads' channels.
+    pub maps: bool,
+    /// Joins of the bundle that is being added, by level.
+    levels: Vec<Vec<JoinArg>>,
+}
+
+impl Joins {
+    /// Adds a join to a level of the bundle.
+    pub fn add(&mut self, level: usize, join: JoinArg) {
+        if self.levels.len() <= level {
+            self.levels.resize_with(level + 1, Vec::new);
+        }
+        self.levels[level].push(join);
+    }
+
+    /// Ends the bundle: returns its first entry in `bounds`, and the number of its levels.
+    pub fn close(&mut self) -> (u32, u32) {
+        let (first, end) = (self.bounds.len() as u32, self.list.len() as u32);
+        self.bounds.push(end);
+        let mut levels = 0;
+        for level in self.levels.iter_mut().filter(|level| !level.is_empty()) {
+            self.widest = self.widest.max(level.len());
+            self.maps |= level.iter().any(|join| join.head != JoinArg::MERGE);
+            self.list.append(level);
+            self.bounds.push(self.list.len() as u32);
+            levels += 1;
+        }
+        (first, levels)
+    }
 }
 
 /// A partial result of the tree.
 #[derive(Clone, Copy)]
 pub struct Node {
     pub part: u64,
-    /// Number of launches that must come before.
+    /// Number of levels that must come before.
     height: usize,
-}
-
-/// Entry `at` of a list, which grows as needed.
-fn at<T>(lists: &mut Vec<Vec<T>>, at: usize) -> &mut Vec<T> {
-    while lists.len() <= at {
-        lists.push(Vec::new());
-    }
-    &mut lists[at]
 }
 
 /// The tree of [`Forest::reduce`] as lists of joins.
@@ -69,20 +92,13 @@ impl Tree<'_> {
 
     /// Converts the result over a codec's runs to the head's channels.
     fn back(&self, root: Node, codec: usize, joins: &mut Joins, end: &mut u64) -> Node {
-        let (from, to, rows, head) = (root.part, *end, self.rows, self.heads[codec]);
-        *end += Partial::len(rows as usize, self.full) as u64;
-        at(&mut joins.backs, root.height).extend((0..rows).map(|row| BackArg {
-            from,
-            to,
-            rows,
-            row,
-            head,
-            pad: 0,
-        }));
-        Node { part: to, height: root.height + 1 }
+        let (left, right, head) = (*end, root.part, self.heads[codec]);
+        *end += Partial::len(self.rows as usize, self.full) as u64;
+        joins.add(root.height, JoinArg { left, right, acc_rows: self.full, head });
+        Node { part: left, height: root.height + 1 }
     }
 
-    /// Lists the joins of a subtree by height; `leaf(i, ..)` is the partial result of leaf `i` of the list, with `acc_rows` rows of
+    /// Lists the joins of a subtree by level; `leaf(i, ..)` is the partial result of leaf `i` of the list, with `acc_rows` rows of
     /// lanes for each row.
     fn subtree(
         &self,
@@ -100,7 +116,7 @@ impl Tree<'_> {
         let right = self.subtree(right, leaf, acc_rows, joins);
         let (Some(l), Some(r)) = (left, right) else { return left.or(right) };
         let height = l.height.max(r.height);
-        at(&mut joins.pairs, height).push(PairArg { left: l.part, right: r.part, rows: self.rows, acc_rows });
+        joins.add(height, JoinArg { left: l.part, right: r.part, acc_rows, head: JoinArg::MERGE });
         Some(Node { part: l.part, height: height + 1 })
     }
 }

@@ -7,7 +7,7 @@ use crate::attend::queries::Packed as Queries;
 use crate::attend::queries::{SCRATCH, Scratch};
 use crate::attend_cuda::tree::{Joins, Tree};
 use crate::base::ids::Place;
-use crate::codec::HeadCodec;
+use crate::codec::{Coding, HeadCodec};
 use pikv_core::attend::BLOCK;
 use pikv_core::codec::factors::FactorScratch;
 use pikv_core::codec::read::REBUILT;
@@ -28,6 +28,17 @@ pub const FACTORED_ROWS: usize = 1;
 pub(crate) fn most<'c>(codecs: impl Iterator<Item = &'c HeadCodec>) -> usize {
     let of = |codec: &HeadCodec| if codec.packed.factored() { FACTORED_ROWS } else { PACKED_ROWS };
     codecs.map(of).fold(ROWS, usize::min)
+}
+
+/// Whether pages of the two codecs are read alike: in the same layout, through maps that share what they hold. Each head has a codec of its
+/// own.
+fn read_alike(a: &HeadCodec, b: &HeadCodec) -> bool {
+    let same = |a: &Coding, b: &Coding| match (a.mapped(), b.mapped()) {
+        (None, None) => true,
+        (Some(a), Some(b)) => a.is(b),
+        _ => false,
+    };
+    a.packed == b.packed && same(&a.codec.k, &b.codec.k) && same(&a.codec.v, &b.codec.v)
 }
 
 /// Items whose partial results are on the device together.
@@ -259,13 +270,14 @@ impl<'a> Wave<'a> {
         let tree = Tree { forest, parts: &parts, rows, full: shape.layout.acc_rows(), packed, heads };
         let Some(root) = tree.join(&mut self.joins, &mut self.parts) else { return };
         self.weighed.push(WeighedArg { raw: first_raw, part: root.part, width: rows, pad: 0 });
-        self.rows.extend((0..width).map(|r| RowArg {
-            part: root.part,
-            rows,
-            row: r as u32,
-            out: job.output_row(item, row + r) as u32,
-            pad: 0,
-        }));
+        self.end_bundle(root.part, width, |r| job.output_row(item, row + r) as u32);
+    }
+
+    /// Adds the rows of the bundle whose joins were added last: `part` is their result, and row `r` has output `out(r)`.
+    pub fn end_bundle(&mut self, part: u64, width: usize, out: impl Fn(usize) -> u32) {
+        let (bounds, levels) = self.joins.close();
+        let row = |r| RowArg { part, rows: width as u32, row: r as u32, out: out(r), bounds, levels, pad: 0 };
+        self.rows.extend((0..width).map(row));
     }
 
     fn list(&mut self, page: &Listed<'_>, live: u32) {
@@ -300,7 +312,7 @@ impl<'a> Wave<'a> {
 
     /// Index of the codec in the list.
     fn head(&mut self, codec: &'a HeadCodec) -> u32 {
-        let known = self.heads.iter().position(|known| std::ptr::eq(*known, codec));
+        let known = self.heads.iter().position(|known| read_alike(known, codec));
         known.unwrap_or_else(|| {
             self.heads.push(codec);
             self.heads.len() - 1
@@ -317,7 +329,7 @@ impl<'a> Wave<'a> {
         whole: Option<u32>,
         left: ItemQueries<'_>,
     ) -> (usize, u32) {
-        let same = |of: &Packed<'_>| std::ptr::eq(of.codec, codec) && of.width == width;
+        let same = |of: &Packed<'_>| read_alike(of.codec, codec) && of.width == width;
         let of = self.packed.iter().position(same).unwrap_or_else(|| {
             let (q, start, folds, tasks) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
             self.packed.push(Packed { codec, width, q, start, folds, tasks });

@@ -173,6 +173,7 @@ impl Map {
                     && bias.0.map(<*const [f32]>::cast::<f32>) == bias.1.map(<*const [f32]>::cast)
             }
             (Form::Select(a), Form::Select(b)) => Arc::ptr_eq(a, b) && self.wide == other.wide,
+            (Form::Hadamard, Form::Hadamard) => self.wide == other.wide,
             _ => false,
         }
     }

@@ -26,12 +26,11 @@ use cust::device::DeviceAttribute;
 use cust::error::CudaError as Answer;
 use cust::module::Module;
 use cust::sys;
+use pikv_core::warp::LANES;
+use pikv_kernels::WARPS;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-/// Threads of a block: whole warps.
-const THREADS: u32 = 32 * pikv_kernels::WARPS as u32;
 
 /// Handles of all kernels.
 #[derive(Debug)]
@@ -54,9 +53,8 @@ pub struct Kernels {
     pub gather_halves: Kernel,
     pub fold_halves: Kernel,
     pub finish_halves: Kernel,
-    pub back_rows: Kernel,
     pub pack_pages: Kernel,
-    pub merge_pairs: Kernel,
+    pub join_rows: Kernel,
     pub finish_rows: Kernel,
     pub mass_pages: Kernel,
     /// For up to 32, 256 and 1,024 experts.
@@ -139,15 +137,13 @@ impl Device {
         let attribute = |which| answer("cuDeviceGetAttribute", device.get_attribute(which));
         let major = attribute(DeviceAttribute::ComputeCapabilityMajor)?;
         let minor = attribute(DeviceAttribute::ComputeCapabilityMinor)?;
-        let ptx = match major {
-            8.. => pikv_kernels::ptx::SM_80,
-            7 => pikv_kernels::ptx::SM_70,
-            _ => return Err(CudaError::Capability { device: name, major, minor }),
-        };
+        if major < 7 {
+            return Err(CudaError::Capability { device: name, major, minor });
+        }
         let context = answer("cuDevicePrimaryCtxRetain", Context::new(device))?;
         answer("cuCtxSetCurrent", CurrentContext::set_current(&context))?;
         let stream = stream()?;
-        let module = answer("cuModuleLoadDataEx", Module::from_ptx(ptx, &[]))?;
+        let module = answer("cuModuleLoadDataEx", Module::from_ptx(pikv_kernels::ptx::TEXT, &[]))?;
         let kernel = |name: &str| {
             answer("cuModuleGetFunction", module.get_function(name)).map(|function| Kernel(function.to_raw()))
         };
@@ -170,9 +166,8 @@ impl Device {
             gather_halves: kernel("gather_halves")?,
             fold_halves: kernel("fold_halves")?,
             finish_halves: kernel("finish_halves")?,
-            back_rows: kernel("back_rows")?,
             pack_pages: kernel("pack_pages")?,
-            merge_pairs: kernel("merge_pairs")?,
+            join_rows: kernel("join_rows")?,
             finish_rows: kernel("finish_rows")?,
             mass_pages: kernel("mass_pages")?,
             route: [kernel("route_r1")?, kernel("route_r8")?, kernel("route_r32")?],
@@ -238,15 +233,29 @@ impl Device {
         warps: usize,
         arguments: &[*const c_void],
     ) -> Result<(), CudaError> {
-        let grid = (warps as u64 * 32).div_ceil(u64::from(THREADS)) as u32;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_blocks(kernel, warps.div_ceil(WARPS), WARPS, arguments) }
+    }
+
+    /// Launches a kernel over `blocks` blocks of `warps` warps.
+    ///
+    /// # Safety
+    /// As for [`Device::launch`].
+    pub unsafe fn launch_blocks(
+        &self,
+        kernel: Kernel,
+        blocks: usize,
+        warps: usize,
+        arguments: &[*const c_void],
+    ) -> Result<(), CudaError> {
         // SAFETY: the caller's promise; the driver copies the parameters before it returns.
         let code = unsafe {
             sys::cuLaunchKernel(
                 kernel.0,
-                grid,
+                blocks as u32,
                 1,
                 1,
-                THREADS,
+                LANES as u32 * warps as u32,
                 1,
                 1,
                 0,

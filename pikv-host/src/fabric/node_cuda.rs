@@ -12,7 +12,7 @@ use pikv_core::mass::ROW;
 use pikv_core::merge::Partial;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
-use pikv_kernels::args::{CopyArg, LayoutArg, PairArg, SightArg, TaskArg};
+use pikv_kernels::args::{CopyArg, JoinArg, LayoutArg, SightArg, TaskArg};
 use pikv_lanes::attend::bundles;
 use std::ptr;
 
@@ -226,24 +226,22 @@ impl<'a> Wave<'a> {
                 }
             }
             if ask.merged {
-                self.merge(&parts, width as u32, ask.acc_rows());
+                self.merge(&parts, width, ask.acc_rows());
             }
         }
         *to += (part(ask) * if ask.merged { 1 } else { ask.blocks.len() }) as u64;
         self.raw += if ask.raw { (ask.blocks.len() * ask.rows * ROW) as u64 } else { 0 };
     }
 
-    /// Adds the joins of a tree over consecutive partial results.
-    fn merge(&mut self, parts: &[u64], rows: u32, acc_rows: u32) {
-        let pairs = &mut self.joins.pairs;
-        for height in 0..usize::BITS - (parts.len() - 1).leading_zeros() {
-            if pairs.len() <= height as usize {
-                pairs.push(Vec::new());
+    /// Adds the joins of a tree over consecutive partial results, and their rows.
+    fn merge(&mut self, parts: &[u64], rows: usize, acc_rows: u32) {
+        for level in 0..(usize::BITS - (parts.len() - 1).leading_zeros()) as usize {
+            let half = 1 << level;
+            for left in (0..parts.len() - half).step_by(2 * half) {
+                let (left, right) = (parts[left], parts[left + half]);
+                self.joins.add(level, JoinArg { left, right, acc_rows, head: JoinArg::MERGE });
             }
-            let half = 1 << height;
-            let lower = (0..parts.len() - half).step_by(2 * half);
-            let pair = |left: usize| PairArg { left: parts[left], right: parts[left + half], rows, acc_rows };
-            pairs[height as usize].extend(lower.map(pair));
         }
+        self.end_bundle(parts[0], rows, |_| 0);
     }
 }

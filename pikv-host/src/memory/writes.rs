@@ -76,7 +76,7 @@ impl Reservation {
         layout.write(only(page), lane, Position(position), key, value)
     }
 
-    /// Copies a token; on a device at [`Reservation::flush_copies`]. The target must have no other handle.
+    /// Copies a token; on a device at [`Reservation::flush_writes`] or [`Reservation::flush_copies`]. The target must have no other handle.
     pub fn copy(&mut self, layout: &Layout, source: &Page, from: u32, target: &mut Page, to: u32) {
         if let Some(pending) = &mut self.pending {
             pending.copy(layout, (source.address(), from), (target.address(), to));
@@ -170,10 +170,11 @@ impl Reservation {
         }
     }
 
-    /// Launches the deferred writes of rows of `tokens`.
+    /// Launches the deferred writes of rows of `tokens`, and those deferred copies that need no launch after another. No copy may read a token
+    /// that is written here.
     ///
     /// # Errors
-    /// No memory, or a failed device. Nothing was written then.
+    /// No memory, or a failed device. Nothing was written or copied then.
     pub fn flush_writes(&mut self, layout: &Layout, tokens: &Tokens<'_>) -> Result<(), Error> {
         if let Some(pending) = &mut self.pending {
             let done = pending.launch_writes(layout, tokens);

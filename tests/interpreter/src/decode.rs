@@ -322,6 +322,7 @@ impl Body<'_> {
                 let &[d, p, mask] = a else { return Err("not 3 operands".into()) };
                 Ok(Op::Ballot(self.reg(d, File::B32)?, self.reg(p, File::Pred)?, self.value(mask, 32)?))
             }
+            ["bar", "sync"] if a == ["0"] => Ok(Op::SyncBlock),
             ["bar", "warp", "sync"] => {
                 let &[mask] = a else { return Err("not 1 operand".into()) };
                 Ok(Op::SyncWarp(self.value(mask, 32)?))

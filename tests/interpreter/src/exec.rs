@@ -1,10 +1,11 @@
-//! Runs the kernels of a module, warp after warp.
+//! Runs the kernels of a module, block after block, and the warps of a block between its barriers one after another.
 
 use super::alu::{ALL, Failure, Registers};
 use super::memory::{Local, Memory, Who};
 use super::parse::{Entry, File, Module, Source};
 use super::{Cause, Data, Fault, Inst, LANES, Op, ParseError, R, Shfl, Space};
 use std::array::from_fn;
+use std::mem::swap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A module loaded in a memory.
@@ -103,25 +104,21 @@ impl Program {
             params.extend_from_slice(arg);
         }
         let launch = memory.next_launch();
-        let mut warp = Warp {
-            memory,
-            params: &params,
-            regs: Registers::new(e.registers),
-            local: Local::new(e.local),
-            shared: Memory::default(),
-            who: Who { launch, warp: 0, epoch: 0, lanes: 0 },
-        };
+        let per_block = block / LANES as u32;
+        let who = Who { launch, warp: 0, per_block, epoch: 0, since: 0, lanes: 0 };
+        let state = || State { regs: Registers::new(e.registers), local: Local::new(e.local), who, at: None };
+        let mut warps: Vec<State> = (0..per_block).map(|_| state()).collect();
+        let mut warp = Warp { memory, params: &params, shared: Memory::default(), state: state() };
         let mut left = self.budget;
-        for index in 0..grid * (block / LANES as u32) {
-            if index.is_multiple_of(block / LANES as u32) {
-                warp.shared = Memory::shared(e.shared);
+        for index in 0..grid {
+            warp.shared = Memory::shared(e.shared);
+            for (state, i) in warps.iter_mut().zip(index * per_block..) {
+                state.reset(e, &self.globals, i, grid);
             }
-            warp.reset(e, &self.globals, index, grid, block);
-            let result = warp.run(e, hits, &mut left);
-            if let Err((pc, (lane, cause))) = result {
+            if let Err((pc, who, (lane, cause))) = warp.run_block(&mut warps, e, hits, &mut left) {
                 let Inst { line, opcode, .. } = &e.code[pc as usize];
                 self.executed += self.budget - left;
-                return Err(Fault { line: *line, opcode: opcode.clone(), warp: index, lane, cause });
+                return Err(Fault { line: *line, opcode: opcode.clone(), warp: who, lane, cause });
             }
         }
         self.executed += self.budget - left;
@@ -167,16 +164,26 @@ enum Next {
     Exit(u32),
     /// For these lanes of the mask.
     Wait(u32),
+    /// For the other warps of the block.
+    Rest,
 }
 
+/// What is a warp's own.
+struct State {
+    regs: Registers,
+    local: Local,
+    who: Who,
+    /// The instruction at which it goes on; none at its end.
+    at: Option<u32>,
+}
+
+/// A warp that runs.
 struct Warp<'a> {
     memory: &'a mut Memory,
     params: &'a [u8],
-    regs: Registers,
-    local: Local,
     /// Shared memory of the warp's block.
     shared: Memory,
-    who: Who,
+    state: State,
 }
 
 impl Space {
@@ -191,26 +198,19 @@ impl Space {
     }
 }
 
-fn lanes(mut mask: u32) -> impl Iterator<Item = usize> {
-    std::iter::from_fn(move || {
-        let lane = mask.trailing_zeros();
-        mask &= mask.wrapping_sub(1);
-        (lane < u32::BITS).then_some(lane as usize)
-    })
-}
-
-impl Warp<'_> {
-    fn reset(&mut self, e: &Entry, globals: &[u64], index: u32, grid: u32, block: u32) {
+impl State {
+    /// The state before the first instruction of warp `index` of the launch.
+    fn reset(&mut self, e: &Entry, globals: &[u64], index: u32, grid: u32) {
         self.regs.clear();
         self.local.clear();
-        (self.who.warp, self.who.epoch) = (index, 0);
-        let per_block = block / LANES as u32;
+        let per_block = self.who.per_block;
+        (self.who.warp, self.who.epoch, self.who.since, self.at) = (index, 0, 0, Some(0));
         for &(file, r, source) in &e.sources {
             let value = from_fn(|lane| match source {
                 Source::Bits(x) => x,
                 Source::Global(g) => globals[g],
                 Source::Tid => u64::from(index % per_block * LANES as u32 + lane as u32),
-                Source::Ntid => block.into(),
+                Source::Ntid => u64::from(per_block) * LANES as u64,
                 Source::Ctaid => (index / per_block).into(),
                 Source::Nctaid => grid.into(),
                 Source::Lane => lane as u64,
@@ -221,9 +221,48 @@ impl Warp<'_> {
             }
         }
     }
+}
 
-    fn run(&mut self, e: &Entry, hits: &mut [bool], left: &mut u64) -> Result<(), (u32, Failure)> {
-        let mut now = Group { pc: 0, lanes: ALL, waits: 0 };
+fn lanes(mut mask: u32) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let lane = mask.trailing_zeros();
+        mask &= mask.wrapping_sub(1);
+        (lane < u32::BITS).then_some(lane as usize)
+    })
+}
+
+impl Warp<'_> {
+    /// Runs the warps of a block, each up to its end or the next barrier of the block, until all have ended. A fault has its instruction
+    /// and its warp.
+    fn run_block(
+        &mut self,
+        warps: &mut [State],
+        e: &Entry,
+        hits: &mut [bool],
+        left: &mut u64,
+    ) -> Result<(), (u32, u32, Failure)> {
+        loop {
+            for state in warps.iter_mut().filter(|state| state.at.is_some()) {
+                swap(&mut self.state, state);
+                let done = self.run(e, hits, left);
+                self.state.at = done.map_err(|(pc, failure)| (pc, self.state.who.warp, failure))?;
+                swap(&mut self.state, state);
+            }
+            let epoch = 1 + warps.iter().map(|state| state.who.epoch).max().unwrap_or(0);
+            let Some(waits) = warps.iter().find(|state| state.at.is_some()) else { return Ok(()) };
+            if let Some(ended) = warps.iter().find(|state| state.at.is_none()) {
+                let at = waits.at.map_or(0, |next| next - 1);
+                return Err((at, waits.who.warp, (0, Cause::Deserted { other: ended.who.warp })));
+            }
+            for state in warps.iter_mut() {
+                (state.who.epoch, state.who.since) = (epoch, epoch);
+            }
+        }
+    }
+
+    /// Runs the warp from where it is; returns where it goes on after a barrier of the block, none at its end.
+    fn run(&mut self, e: &Entry, hits: &mut [bool], left: &mut u64) -> Result<Option<u32>, (u32, Failure)> {
+        let mut now = Group { pc: self.state.at.unwrap_or(0), lanes: ALL, waits: 0 };
         let mut others: Vec<Group> = Vec::new();
         loop {
             if !others.is_empty() || now.waits != 0 {
@@ -246,7 +285,8 @@ impl Warp<'_> {
             let on = match inst.guard {
                 None => now.lanes,
                 Some((p, set)) => {
-                    now.lanes & if set { self.regs.p[p as usize] } else { !self.regs.p[p as usize] }
+                    now.lanes
+                        & if set { self.state.regs.p[p as usize] } else { !self.state.regs.p[p as usize] }
                 }
             };
             if *left == 0 {
@@ -267,13 +307,14 @@ impl Warp<'_> {
                     if now.lanes == 0 {
                         match others.pop() {
                             Some(g) => now = g,
-                            None => return Ok(()),
+                            None => return Ok(None),
                         }
                     }
                 }
                 Next::Wait(missing) => {
                     now.waits = missing;
                 }
+                Next::Rest => return Ok(Some(now.pc + 1)),
             }
         }
     }
@@ -300,17 +341,17 @@ impl Warp<'_> {
             if !address.is_multiple_of(size * count as u64) {
                 return Err(fail(Cause::Misaligned { address }));
             }
-            let who = Who { lanes: if alike { on } else { 1 << lane }, ..self.who };
+            let who = Who { lanes: if alike { on } else { 1 << lane }, ..self.state.who };
             for (j, &(r, wide)) in data.regs[..count].iter().enumerate() {
                 let (address, size) = (address + j as u64 * size, size as usize);
                 if store {
                     let x = if wide {
-                        self.regs.r64[r as usize][lane]
+                        self.state.regs.r64[r as usize][lane]
                     } else {
-                        self.regs.r32[r as usize][lane].into()
+                        self.state.regs.r32[r as usize][lane].into()
                     };
                     match place {
-                        Space::Local => self.local.store(address, size, x, lane),
+                        Space::Local => self.state.local.store(address, size, x, lane),
                         Space::Shared => self.shared.store(address, size, x, who),
                         _ => self.memory.store(address, size, x, who),
                     }
@@ -318,7 +359,7 @@ impl Warp<'_> {
                     continue;
                 }
                 let x = match place {
-                    Space::Local => self.local.load(address, size, lane),
+                    Space::Local => self.state.local.load(address, size, lane),
                     Space::Shared => self.shared.load(address, size, who),
                     _ => self.memory.load(address, size, who),
                 };
@@ -333,15 +374,15 @@ impl Warp<'_> {
     fn deliver(&mut self, (r, wide): (R, bool), x: u64, to: u32) {
         for lane in lanes(to) {
             match wide {
-                true => self.regs.r64[r as usize][lane] = x,
-                false => self.regs.r32[r as usize][lane] = x as u32,
+                true => self.state.regs.r64[r as usize][lane] = x,
+                false => self.state.regs.r32[r as usize][lane] = x as u32,
             }
         }
     }
 
     /// Lanes of the mask at `mask` that are not here.
     fn absent(&self, on: u32, mask: R) -> Result<u32, Failure> {
-        let masks = &self.regs.r32[mask as usize];
+        let masks = &self.state.regs.r32[mask as usize];
         let first = on.trailing_zeros() as usize;
         for lane in lanes(on) {
             if masks[lane] != masks[first] || masks[lane] >> lane & 1 == 0 {
@@ -359,7 +400,7 @@ impl Warp<'_> {
         (d, ok): (R, Option<R>),
         [a, b, c]: [R; 3],
     ) -> Result<(), Failure> {
-        let [a, b, c] = [a, b, c].map(|r| self.regs.r32[r as usize]);
+        let [a, b, c] = [a, b, c].map(|r| self.state.regs.r32[r as usize]);
         let mut inside = 0;
         let mut v = a;
         for lane in lanes(on) {
@@ -379,9 +420,9 @@ impl Warp<'_> {
             v[lane] = a[source as usize];
             inside |= u32::from(within) << lane;
         }
-        self.regs.put32(on, d, v);
+        self.state.regs.put32(on, d, v);
         if let Some(p) = ok {
-            self.regs.put_p(on, p, inside);
+            self.state.regs.put_p(on, p, inside);
         }
         Ok(())
     }
@@ -397,15 +438,15 @@ impl Warp<'_> {
                 }
             }
             Op::Ld(space, ref data, a, offset) | Op::St(space, ref data, a, offset) => {
-                let at = self.regs.r64[a as usize].map(|x| x.wrapping_add_signed(offset));
+                let at = self.state.regs.r64[a as usize].map(|x| x.wrapping_add_signed(offset));
                 self.access(matches!(op, Op::St(..)), space, data, at, on)?;
             }
             Op::Atom64(kind, d, a, offset, x) => {
                 for lane in lanes(on) {
-                    let address = self.regs.r64[a as usize][lane].wrapping_add_signed(offset);
-                    let value = self.regs.r64[x as usize][lane];
-                    let before = self.memory.atomic(kind, address, value, self.who.launch);
-                    self.regs.r64[d as usize][lane] = before.map_err(|cause| (lane as u32, cause))?;
+                    let address = self.state.regs.r64[a as usize][lane].wrapping_add_signed(offset);
+                    let value = self.state.regs.r64[x as usize][lane];
+                    let before = self.memory.atomic(kind, address, value, self.state.who.launch);
+                    self.state.regs.r64[d as usize][lane] = before.map_err(|cause| (lane as u32, cause))?;
                 }
             }
             Op::Shfl { kind, d, ok, a, b, c, mask } => match self.absent(on, mask)? {
@@ -413,17 +454,21 @@ impl Warp<'_> {
                 missing => return Ok(Next::Wait(missing)),
             },
             Op::Ballot(d, p, mask) => match self.absent(on, mask)? {
-                0 => self.regs.put32(on, d, [self.regs.p[p as usize] & on; LANES]),
+                0 => self.state.regs.put32(on, d, [self.state.regs.p[p as usize] & on; LANES]),
                 missing => return Ok(Next::Wait(missing)),
             },
             Op::SyncWarp(mask) => match self.absent(on, mask)? {
-                0 => self.who.epoch += 1,
+                0 => self.state.who.epoch += 1,
                 missing => return Ok(Next::Wait(missing)),
             },
+            Op::SyncBlock => {
+                let missing = !on;
+                return Ok(if missing == 0 { Next::Rest } else { Next::Wait(missing) });
+            }
             Op::Bra(target) => return Ok(Next::Jump(on, target)),
             Op::Ret => return Ok(Next::Exit(on)),
             Op::Trap => return Err((on.trailing_zeros(), Cause::Trap)),
-            _ => self.regs.step(op, on)?,
+            _ => self.state.regs.step(op, on)?,
         }
         Ok(Next::Step)
     }

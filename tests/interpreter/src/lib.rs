@@ -2,6 +2,7 @@
 //!
 //! It fails on behaviour that a device would leave undefined: see [`Cause`]. When lanes of a warp diverge, those at the lowest
 //! instruction run first; a `.sync` operation waits for the lanes of its mask, and if no lane can continue, that is [`Cause::Divergent`].
+//! The warps of a block run one after another, each up to its end or to a barrier of the block.
 //! Registers hold junk until they are written; f32 results that are NaN are the device's canonical one.
 
 mod alu;
@@ -73,7 +74,9 @@ pub enum Cause {
     Freed { address: u64 },
     /// A read of bytes that were never written.
     Uninitialised { address: u64 },
-    /// A word that another warp of the launch wrote, or that it read and this one writes.
+    /// A barrier of the block that this warp never reaches.
+    Deserted { other: u32 },
+    /// A word that another warp of the launch wrote, or that it read and this one writes, with no barrier of a common block since.
     WarpRace { address: u64, other: u32 },
     /// A word that other lanes of the warp wrote, or read before a write, with no barrier since.
     LaneRace { address: u64, others: u32 },
@@ -154,6 +157,8 @@ pub enum Op {
     },
     Ballot(R, R, R),
     SyncWarp(R),
+    /// A barrier of all warps of the block, which all lanes of a warp reach together.
+    SyncBlock,
     Bra(u32),
     Ret,
     Trap,

@@ -8,8 +8,10 @@ use bytemuck::Pod;
 const SHIFT: u32 = 32;
 /// Allocations of a device, in bits of their number.
 const DEVICE: u32 = 17;
-/// [`Word::reader`] of a word that several warps read.
+/// [`Word::reader`] of a word that warps of several blocks read.
 const SEVERAL: u32 = u32::MAX;
+/// Bit of [`Word::reader`] for several warps of one block, whose index is in the other bits.
+const TOGETHER: u32 = 1 << 31;
 /// [`Word::writer`] of a word that atomic operations change.
 const ATOMIC: u32 = u32::MAX;
 
@@ -20,10 +22,29 @@ pub struct Who {
     pub launch: u32,
     /// Index of the warp in the launch.
     pub warp: u32,
-    /// Barriers that the warp passed.
+    /// Warps of a block.
+    pub per_block: u32,
+    /// Barriers that the warp passed; after one of the whole block, more than any of its warps had passed before.
     pub epoch: u32,
+    /// The epoch that the last barrier of the whole block began.
+    pub since: u32,
     /// Lanes that access the same address.
     pub lanes: u32,
+}
+
+impl Who {
+    /// Whether an access by others, named as in [`Word`], comes before a barrier of the whole block that this warp has passed.
+    #[inline(always)]
+    fn follows(&self, other: u32, epoch: u32) -> bool {
+        self.shares_block_with(other) && epoch < self.since
+    }
+
+    /// Whether the others, named as in [`Word`], are warps of this one's block.
+    #[inline(always)]
+    fn shares_block_with(&self, other: u32) -> bool {
+        let block = if other & TOGETHER == 0 { (other - 1) / self.per_block } else { other & !TOGETHER };
+        block == self.warp / self.per_block
+    }
 }
 
 /// Accesses of one launch to a word.
@@ -34,37 +55,41 @@ struct Word {
     writer: u32,
     wrote: u32,
     write_epoch: u32,
-    /// Like `writer`, or [`SEVERAL`].
+    /// Like `writer`, or [`SEVERAL`], or [`TOGETHER`] with a block.
     reader: u32,
     read: u32,
+    /// Of several readers the last epoch of any.
     read_epoch: u32,
 }
 
 impl Word {
     #[inline(always)]
-    fn fresh(&mut self, who: Who) {
-        if self.launch != who.launch {
-            *self = Word { launch: who.launch, ..Word::default() };
+    fn fresh(&mut self, launch: u32) {
+        if self.launch != launch {
+            *self = Word { launch, ..Word::default() };
         }
     }
 
     #[inline(always)]
     fn read(&mut self, address: u64, who: Who) -> Result<(), Cause> {
-        self.fresh(who);
+        self.fresh(who.launch);
         let me = who.warp + 1;
-        if self.writer != 0 {
-            if self.writer != me {
-                return Err(Cause::WarpRace { address, other: self.writer - 1 });
-            }
+        if self.writer == me {
             if self.write_epoch == who.epoch && who.lanes & !self.wrote != 0 {
                 return Err(Cause::LaneRace { address, others: self.wrote });
             }
+        } else if self.writer != 0 && !who.follows(self.writer, self.write_epoch) {
+            return Err(Cause::WarpRace { address, other: self.writer - 1 });
         }
         if self.reader == me && self.read_epoch == who.epoch {
             self.read |= who.lanes;
+        } else if self.reader == 0 || self.reader == me || who.follows(self.reader, self.read_epoch) {
+            // Whoever follows this read follows the earlier ones.
+            (self.reader, self.read, self.read_epoch) = (me, who.lanes, who.epoch);
         } else {
-            self.reader = if self.reader == 0 || self.reader == me { me } else { SEVERAL };
-            (self.read, self.read_epoch) = (who.lanes, who.epoch);
+            let block = TOGETHER | (who.warp / who.per_block);
+            self.reader = if who.shares_block_with(self.reader) { block } else { SEVERAL };
+            self.read_epoch = self.read_epoch.max(who.epoch);
         }
         Ok(())
     }
@@ -72,16 +97,16 @@ impl Word {
     /// `changes` if the word had another value before.
     #[inline(always)]
     fn write(&mut self, address: u64, who: Who, changes: bool) -> Result<(), Cause> {
-        self.fresh(who);
+        self.fresh(who.launch);
         let me = who.warp + 1;
-        for other in [self.writer, self.reader] {
-            if other != 0 && other != me {
-                let other = if other == SEVERAL { other } else { other - 1 };
+        for (other, epoch) in [(self.writer, self.write_epoch), (self.reader, self.read_epoch)] {
+            if other != 0 && other != me && !who.follows(other, epoch) {
+                let other = if other & TOGETHER == 0 { other - 1 } else { SEVERAL };
                 return Err(Cause::WarpRace { address, other });
             }
         }
         let here =
-            |warp: u32, epoch: u32, lanes: u32| if warp != 0 && epoch == who.epoch { lanes } else { 0 };
+            |warp: u32, epoch: u32, lanes: u32| if warp == me && epoch == who.epoch { lanes } else { 0 };
         let wrote = here(self.writer, self.write_epoch, self.wrote);
         let read = here(self.reader, self.read_epoch, self.read);
         // All lanes may write the same; but what another lane has read may not be written before a barrier, even if it stays the same here.
@@ -97,11 +122,11 @@ impl Word {
 impl Word {
     /// An atomic operation, which may meet others but no plain access.
     fn atomic(&mut self, address: u64, launch: u32) -> Result<(), Cause> {
-        self.fresh(Who { launch, warp: 0, epoch: 0, lanes: 0 });
+        self.fresh(launch);
         let plain = [self.writer, self.reader].into_iter().find(|who| *who != 0 && *who != ATOMIC);
         match (plain, self.reader) {
-            (Some(other), _) => Err(Cause::WarpRace { address, other: other - 1 }),
-            (None, SEVERAL) => Err(Cause::WarpRace { address, other: SEVERAL }),
+            (Some(other), _) if other & TOGETHER == 0 => Err(Cause::WarpRace { address, other: other - 1 }),
+            (Some(_), _) | (None, SEVERAL) => Err(Cause::WarpRace { address, other: SEVERAL }),
             (None, _) => {
                 self.writer = ATOMIC;
                 Ok(())
@@ -149,9 +174,9 @@ impl Memory {
         Memory { first: (device as usize) << DEVICE, ..Memory::default() }
     }
 
-    /// Whether an address lies in allocated memory.
-    pub fn holds(&self, address: u64) -> bool {
-        self.find(address, 1).is_ok()
+    /// Whether `bytes` bytes from an address on lie in one allocation.
+    pub fn holds(&self, address: u64, bytes: usize) -> bool {
+        self.find(address, bytes).is_ok()
     }
 
     /// Shared memory of a block, from [`SHARED`](super::SHARED) on.

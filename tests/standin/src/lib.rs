@@ -18,6 +18,8 @@
 //! other streams then come before it, as early as the events allow that they wait for. So memory that another stream overwrites before a
 //! launch has read it shows. The environment variable `PIKV_STANDIN_LATE=1` sets it for all devices.
 //!
+//! With [`COUNT`] calls are counted, and no work is done.
+//!
 //! Faults found by the interpreter (reads out of bounds, misaligned, of freed or unwritten memory, races) are also written to stderr.
 //!
 //! A few more functions serve tests: [`standin_set`] and [`standin_get`], and those of one device.
@@ -68,6 +70,8 @@ pub const DEVICES: u32 = 5;
 pub const SLOW: u32 = 6;
 /// [`standin_set`]: whether all work is late, and copies of other streams come before it.
 pub const LATE: u32 = 7;
+/// [`standin_set`]: whether calls are counted and no work is done. Memory allocated since then has no bytes.
+pub const COUNT: u32 = 8;
 /// [`standin_get`]: objects created and not freed: memory, pinned memory, streams, events, modules, contexts.
 pub const LIVE: u32 = 0;
 /// [`standin_get`]: launches so far.
@@ -108,6 +112,7 @@ struct Device {
     passed: HashMap<u64, u64>,
     slow: bool,
     late: bool,
+    counts: bool,
     pinned: HashMap<u64, Box<[u64]>>,
     contexts: u64,
     launched: u64,
@@ -257,6 +262,7 @@ impl Device {
             CAPABILITY => self.capability = value,
             SLOW => self.slow = value != 0,
             LATE => self.late = value != 0,
+            COUNT => self.counts = value != 0,
             RESET => {
                 if self.lost.is_some() {
                     self.queues.clear();
@@ -577,7 +583,7 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> u32 {
             return OUT_OF_MEMORY;
         }
         // SAFETY: the caller promises arguments that are valid for the driver's function.
-        unsafe { *address = device.memory.allocate(bytes) };
+        unsafe { *address = device.memory.allocate(if device.counts { 0 } else { bytes }) };
         SUCCESS
     })
 }
@@ -815,7 +821,10 @@ pub extern "C" fn cuEventSynchronize(event: u64) -> u32 {
 /// The arguments must be valid for the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut u32, attribute: u32, address: u64) -> u32 {
-    let holds = |at: &usize| on(*at as c_int, |device| u32::from(!device.memory.holds(address))) == SUCCESS;
+    let bytes = |device: &Device| usize::from(!device.counts);
+    let holds = |at: &usize| {
+        on(*at as c_int, |device| u32::from(!device.memory.holds(address, bytes(device)))) == SUCCESS
+    };
     match (attribute, (0..WORLDS * MOST).find(holds)) {
         (9, Some(at)) => {
             // SAFETY: the caller promises arguments that are valid for the driver's function.

@@ -89,10 +89,10 @@ impl Device {
         }
     }
 
-    /// Does the next work of a stream; none once the device is lost.
+    /// Does the next work of a stream; none once the device is lost, or if calls are only counted.
     fn next(&mut self, stream: u64) {
         let Some(Task { number, work }) = self.queues.pop(stream) else { return };
-        if self.lost.is_some() {
+        if self.lost.is_some() || self.counts {
             return;
         }
         let done = match work {

@@ -492,6 +492,7 @@ impl<'a> Writer<'a> {
         let parts: Vec<&str> = of.operation.iter().map(String::as_str).collect();
         let o: Vec<&str> = of.operands.iter().map(String::as_str).collect();
         let (kind, value, by, clamp, mask, after) = match (&*parts, &*o) {
+            (["bar", "sync"], ["0"]) => ("BLOCK", "0", "0", "0", "-1", String::new()),
             (["bar", "warp", "sync"], [mask]) => ("BARRIER", "0", "0", "0", *mask, String::new()),
             (["vote", "sync", "ballot", "b32"], [to, p, mask]) => {
                 ("BALLOT", *p, "0", "0", *mask, format!("{} = of->result;", self.place(to)?))

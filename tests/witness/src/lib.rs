@@ -2,8 +2,9 @@
 //! by the system's C compiler without contraction of products and sums, and run on memory of this process.
 //!
 //! Each lane runs as far as it can alone, until it waits for others at a shuffle, a ballot or a barrier: the lowest lane first, or the
-//! highest ([`Order`]). A kernel whose lanes exchange data through memory without a barrier gives other results in one of the two. A
-//! shuffle counts as a barrier here, and accesses are checked for alignment only: the interpreter is stricter in both.
+//! highest ([`Order`]). So do the warps of a block, each up to a barrier of the block. A kernel whose lanes or warps exchange data through
+//! memory without a barrier gives other results in one of the two. A shuffle counts as a barrier here, and accesses are checked for
+//! alignment only: the interpreter is stricter in both.
 //!
 //! As a library that is opened in place of the CUDA driver ([`driver`]) it serves the tests of the CUDA back end:
 //! `PIKV_LIBCUDA=target/debug/libpikv_witness.so`.

@@ -13,7 +13,7 @@ typedef int16_t s16;
 typedef int32_t s32;
 typedef int64_t s64;
 
-enum { BARRIER, BALLOT, BUTTERFLY, INDEX, UP, DOWN };
+enum { BARRIER, BALLOT, BLOCK, BUTTERFLY, INDEX, UP, DOWN };
 enum { ENDED, WAITS, TRAPPED, MISALIGNED, DIVIDED, HANGS, DIVERGED, ABSENT };
 #define FAULT(kind, line) return (u32)(line) << 3 | (kind)
 
@@ -100,16 +100,17 @@ static u32 together(struct lane *const *lanes, u32 mask, u32 *who) {
 }
 
 // Runs a warp. Each lane runs as far as it can alone, the lowest first or the highest first, until all that are asked for by a barrier, a
-// ballot or a shuffle are there: what a lane does without waiting for another is as early or as late as it can be.
+// ballot or a shuffle are there: what a lane does without waiting for another is as early or as late as it can be. `*ended` are the lanes
+// that have ended. Returns WAITS at a barrier of the block.
 static u32 run_warp(run_lane *run, struct lane *const *lanes, const u8 *const *P, u8 *shared, u32 first, u32 cta, u32 ntid,
-                    u32 ncta, u32 highest, u32 *who) {
-  u32 live = ~0u, ready = ~0u;
+                    u32 ncta, u32 highest, u32 *ended, u32 *who) {
+  u32 live = ~*ended, ready = live;
   while (live) {
     for (u32 n = 0; n < 32; n++) {
       u32 i = highest ? 31 - n : n;
       if (!(ready >> i & 1)) continue;
       u32 code = run(lanes[i], P, shared, first + i, cta, ntid, ncta);
-      if (code == ENDED) live &= ~(1u << i);
+      if (code == ENDED) live &= ~(1u << i), *ended = ~live;
       else if (code != WAITS) { *who = i; return code; }
     }
     ready = 0;
@@ -120,6 +121,7 @@ static u32 run_warp(run_lane *run, struct lane *const *lanes, const u8 *const *P
         if (live >> j & 1 && lanes[j]->at == lanes[i]->at && lanes[j]->mask == mask) there |= 1u << j;
       if (!(mask >> i & 1)) { *who = i; return DIVERGED; }
       if ((there & mask) != mask) continue;
+      if (lanes[i]->kind == BLOCK) return WAITS;
       u32 code = together(lanes, mask, who);
       if (code) return code;
       ready |= mask;
@@ -129,20 +131,32 @@ static u32 run_warp(run_lane *run, struct lane *const *lanes, const u8 *const *P
   return 0;
 }
 
-// Runs all warps, in the order of lanes. `size`: of a lane with its registers; they hold junk at first.
+// Runs all blocks and their warps, in the order of lanes, each warp up to its end or a barrier of the block. `size`: of a lane with its
+// registers; they hold junk at first.
 static u32 run_grid(run_lane *run, size_t size, size_t shared_bytes, const u8 *const *P, u32 grid, u32 block, u32 highest, u32 *where) {
-  u8 *state = malloc(32 * size), *shared = aligned_alloc(128, (shared_bytes + 128) / 128 * 128);
-  struct lane *lanes[32];
-  u32 code = 0, warps = block / 32;
-  memset(state, 0xad, 32 * size);
-  for (u32 i = 0; i < 32; i++) lanes[i] = (struct lane *)(state + i * size);
-  for (u32 n = 0; n < grid * warps && !code; n++) {
-    u32 index = highest ? grid * warps - 1 - n : n;
-    if (n % warps == 0) memset(shared, 0xad, shared_bytes);
-    for (u32 i = 0; i < 32; i++) lanes[i]->at = 0, lanes[i]->turns = 1 << 26;
-    where[0] = index;
-    code = run_warp(run, lanes, P, shared, index % warps * 32, index / warps, block, grid, highest, where + 1);
-    if (code > 0 && code < 8) code |= lanes[where[1]]->line << 3;
+  u8 *state = malloc(block * size), *shared = aligned_alloc(128, (shared_bytes + 128) / 128 * 128);
+  struct lane *lanes[1024];
+  u32 code = 0, warps = block / 32, ended[32];
+  memset(state, 0xad, block * size);
+  for (u32 i = 0; i < block; i++) lanes[i] = (struct lane *)(state + i * size);
+  for (u32 n = 0; n < grid && !code; n++) {
+    u32 cta = highest ? grid - 1 - n : n, waits;
+    memset(shared, 0xad, shared_bytes);
+    for (u32 i = 0; i < block; i++) lanes[i]->at = 0, lanes[i]->turns = 1 << 26;
+    memset(ended, 0, sizeof ended);
+    do {
+      waits = 0;
+      for (u32 m = 0; m < warps && !code; m++) {
+        u32 w = highest ? warps - 1 - m : m;
+        if (!~ended[w]) continue;
+        where[0] = cta * warps + w;
+        code = run_warp(run, lanes + 32 * w, P, shared, w * 32, cta, block, grid, highest, ended + w, where + 1);
+        if (code == WAITS) waits++, code = 0;
+        if (code > 0 && code < 8) code |= lanes[32 * w + where[1]]->line << 3;
+      }
+      // Warps that have ended never reach a barrier at which others wait.
+      if (!code && waits && waits < warps) code = DIVERGED, where[1] = 0;
+    } while (waits && !code);
   }
   free(state);
   free(shared);

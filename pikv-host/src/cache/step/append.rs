@@ -56,15 +56,19 @@ impl Step<'_> {
                 return written;
             }
         }
-        self.pages.flush_writes(&shape.layout, tokens)?;
         let mut filed = false;
         for part in self.parts.iter_mut().filter(|part| !part.out) {
             // Tokens of this step that leave the ring have no experts yet; they are read from the ring.
             let left = inner.shape.store.ring.left(part.len).min(part.sequence.len);
             let state = &mut part.sequence.layers[layer];
             filed |= state.filed < left;
-            state.file(&inner.shape, shape, left, &mut self.pages)?;
+            let done = state.file(&inner.shape, shape, left, &mut self.pages);
+            if done.is_err() {
+                self.pages.forget_writes();
+                return done;
+            }
         }
+        self.pages.flush_writes(&shape.layout, tokens)?;
         self.pages.flush_copies()?;
         if let Some(front) = inner.fabric.as_ref().filter(|_| filed) {
             front.set_aside(&inner.shape, layer, self.live().map(|part| &*part.sequence.layers[layer]))?;

@@ -171,39 +171,46 @@ impl Pending {
         self.writes.clear();
     }
 
-    /// Launches the writes of rows of `tokens`.
+    /// Launches the writes of rows of `tokens`, together with the first copies, which read no token that is written here.
     pub fn launch_writes(&mut self, layout: &Layout, tokens: &Tokens<'_>) -> Result<(), Error> {
         let device = &self.device;
         let mut work = device.work()?;
         let mut upload = Upload::new();
         let at_list = upload.add(&self.writes);
-        let (layout, count) = (LayoutArg::from(*layout), self.writes.len() as u32);
+        let first = self.copies.first().filter(|first| first.layout == *layout);
+        let with: &[CopyArg] = first.map_or(&[], |first| &first.list);
+        let (at_copies, copied) = (upload.add(with), with.len() as u32);
+        let (arg, count) = (LayoutArg::from(*layout), self.writes.len() as u32);
+        let warps = self.writes.len() + with.len();
         match *tokens {
             Tokens::Host { k, v } => {
                 let (at_k, at_v) = (upload.add_wide(k), upload.add_wide(v));
                 let base = work.send(&device.stream, &upload)?;
-                let (k, v, list) = (base + at_k, base + at_v, base + at_list);
+                let (k, v, list, copies) = (base + at_k, base + at_v, base + at_list, base + at_copies);
                 // SAFETY: the parameters of `append`. Rows are those of the call, and pages those of the step, which holds them; a step
-                // writes a lane only once.
+                // writes a lane only once. Copies read tokens of earlier steps, and write lanes of pages that hold no token of this call.
                 unsafe {
-                    let arguments = arguments!(layout, k, v, list, count);
-                    device.launch(device.kernels.append, self.writes.len(), arguments)?;
+                    let arguments = arguments!(arg, k, v, list, count, copies, copied);
+                    device.launch(device.kernels.append, warps, arguments)?;
                 }
             }
             Tokens::Device { k, v, limits, faults } => {
                 let (at_limits, heads) = (upload.add(limits), limits.len() as u32);
                 let base = work.send(&device.stream, &upload)?;
-                let (list, limits) = (base + at_list, base + at_limits);
+                let (list, limits, copies) = (base + at_list, base + at_limits, base + at_copies);
                 let (k, v) = (TensorArg::from(k), TensorArg::from(v));
                 let wide = [k, v].iter().all(TensorArg::wide);
                 let kernel = if wide { device.kernels.append_rows } else { device.kernels.append_halves };
                 // SAFETY: the parameters of `append_rows` and `append_halves`, as those of `append`; the caller's tensors stay allocated
                 // until the stream has passed.
                 unsafe {
-                    let arguments = arguments!(layout, k, v, list, count, heads, limits, faults);
-                    device.launch(kernel, self.writes.len(), arguments)?;
+                    let arguments = arguments!(arg, k, v, list, count, heads, limits, faults, copies, copied);
+                    device.launch(kernel, warps, arguments)?;
                 }
             }
+        }
+        if copied > 0 {
+            self.copies.remove(0);
         }
         self.writes.clear();
         Ok(())
