@@ -14,6 +14,35 @@ pub mod product;
 pub mod route;
 pub mod tile;
 
+/// Methods of [`Warp`] on lanes that are parked in memory, in an implementation whose `Slot` is a `[f32; LANES]` in a struct.
+#[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
+macro_rules! parked_in_memory {
+    () => {
+        #[inline(always)]
+        fn lane(self, a: Self::F, i: usize) -> f32 {
+            self.park(a).0[i]
+        }
+        #[inline(always)]
+        fn park(self, a: Self::F) -> Self::Slot {
+            let mut s = Slot([0.0; LANES]);
+            self.store(a, &mut s.0);
+            s
+        }
+        #[inline(always)]
+        fn unpark(self, s: &Self::Slot) -> Self::F {
+            self.load_f(&s.0)
+        }
+        #[inline(always)]
+        fn bcast(self, s: &Self::Slot, i: usize) -> Self::F {
+            self.splat(s.0[i])
+        }
+        #[inline(always)]
+        fn spread(self, s: &Self::Slot, first: usize, width: usize) -> Self::F {
+            self.spread_row(&s.0, first, width)
+        }
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]

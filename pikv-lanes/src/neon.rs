@@ -339,28 +339,7 @@ impl Warp for Neon {
         let a = if mask & 2 == 0 { a } else { eight!(vextq_f32::<2>; a, a) };
         if mask & 1 == 0 { a } else { eight!(vrev64q_f32; a) }
     }
-    #[inline(always)]
-    fn lane(self, a: Self::F, i: usize) -> f32 {
-        self.park(a).0[i]
-    }
-    #[inline(always)]
-    fn park(self, a: Self::F) -> Self::Slot {
-        let mut s = Slot([0.0; LANES]);
-        self.store(a, &mut s.0);
-        s
-    }
-    #[inline(always)]
-    fn unpark(self, s: &Self::Slot) -> Self::F {
-        self.load_f(&s.0)
-    }
-    #[inline(always)]
-    fn bcast(self, s: &Self::Slot, i: usize) -> Self::F {
-        self.splat(s.0[i])
-    }
-    #[inline(always)]
-    fn spread(self, s: &Self::Slot, first: usize, width: usize) -> Self::F {
-        self.spread_row(&s.0, first, width)
-    }
+    parked_in_memory!();
     #[inline(always)]
     fn spread_row(self, row: &[f32; LANES], first: usize, width: usize) -> Self::F {
         match width {
