@@ -1,4 +1,4 @@
-//! What a decode step asks of a device: launches, uploaded bytes, allocations and waits, by the number of sequences and their tokens.
+//! Launches, uploaded bytes, allocations and waits of a decode step on a device, by the number of sequences and their tokens.
 //!
 //! `cargo build --release -p pikv-standin`, then
 //! `PIKV_LIBCUDA=$PWD/target/release/libpikv_standin.so cargo bench -p pikv-benches --bench launches [-- --quick]`

@@ -1,8 +1,8 @@
 //! Attention over a block of pages, merges of partial results, and sums of weights.
 
-use super::{DIM, ROWS, pages, same};
+use super::{CollectRows, DIM, ROWS, on_all_lanes, pages};
 use crate::machine;
-use criterion::{BenchmarkId, Criterion, Throughput};
+use criterion::{Criterion, Throughput};
 use pikv::codec::Code;
 use pikv::lanes::Lanes;
 use pikv::shape::PAGE;
@@ -16,7 +16,6 @@ use pikv_core::rope::Rotation;
 use pikv_core::warp::{Kernel, LANES, Warp};
 use pikv_lanes::mass::Sum;
 use pikv_lanes::pack::{Channels, pack};
-use std::hint::black_box;
 
 /// Rows that see every token.
 pub const ALL: Sight = Sight { floor: 0, lo: 0, sinks: 0, hi: i32::MAX - 1 };
@@ -78,17 +77,8 @@ pub fn full(c: &mut Criterion) {
             let run = |lanes: Lanes, out: &mut [f32]| {
                 lanes.run(Attend { layout: &layout, pages: &pages, q: &q, rotation, out });
             };
-            let mut want = vec![0.0; Partial::len(ROWS, layout.acc_rows())];
-            run(Lanes::Portable, &mut want);
             group.throughput(Throughput::Bytes(BLOCK as u64 * layout.bytes()));
-            for lanes in Lanes::available() {
-                let mut got = vec![0.0; want.len()];
-                run(lanes, &mut got);
-                same(name, &got, &want);
-                group.bench_function(BenchmarkId::new(lanes.name(), dtype.name()), |b| {
-                    b.iter(|| run(lanes, black_box(&mut got)));
-                });
-            }
+            on_all_lanes(&mut group, dtype.name(), Partial::len(ROWS, layout.acc_rows()), run);
         }
     }
 }
@@ -119,12 +109,8 @@ impl Kernel for AttendPacked<'_> {
 pub fn packed(c: &mut Criterion) {
     let mut group = c.benchmark_group("attend block, packed");
     let mut noise = machine::noise(7);
-    let mut channels = || -> Vec<[f32; LANES]> {
-        (0..DIM).map(|_| std::array::from_fn(|_| noise.next().unwrap_or(0.0))).collect()
-    };
-    let rows: Vec<[f32; LANES]> = (0..ROWS * DIM as usize / LANES)
-        .map(|i| std::array::from_fn(|lane| ((i * LANES + lane) as f32).sin()))
-        .collect();
+    let mut channels = || (&mut noise).collect_rows(DIM as usize);
+    let rows = machine::noise(11).collect_rows(ROWS * DIM as usize / LANES);
     for code in [Code::Int8, Code::Int4, Code::Int2, Code::E4m3, Code::Mxfp4] {
         let packed = Packed::new(DIM, DIM, code, code);
         let positions: Vec<u32> = (0..PAGE).collect();
@@ -142,7 +128,7 @@ pub fn packed(c: &mut Criterion) {
             .map(|words| PackedRef { words, live: u32::MAX, last: PAGE - 1, by: PAGE - 1 })
             .collect();
         let mut scratch = Scratch::default();
-        let mut run = |lanes: Lanes, out: &mut [f32]| {
+        let run = |lanes: Lanes, out: &mut [f32]| {
             lanes.run(AttendPacked {
                 packed: &packed,
                 pages: &pages,
@@ -151,17 +137,8 @@ pub fn packed(c: &mut Criterion) {
                 out,
             });
         };
-        let mut want = vec![0.0; Partial::len(ROWS, packed.acc_rows())];
-        run(Lanes::Portable, &mut want);
         group.throughput(Throughput::Bytes(BLOCK as u64 * packed.bytes()));
-        for lanes in Lanes::available() {
-            let mut got = vec![0.0; want.len()];
-            run(lanes, &mut got);
-            same(code.name(), &got, &want);
-            group.bench_function(BenchmarkId::new(lanes.name(), code.name()), |b| {
-                b.iter(|| run(lanes, black_box(&mut got)));
-            });
-        }
+        on_all_lanes(&mut group, code.name(), Partial::len(ROWS, packed.acc_rows()), run);
     }
 }
 
@@ -172,39 +149,19 @@ pub fn merging(c: &mut Criterion) {
     let data: Vec<f32> =
         machine::noise(3).map(|x| (x * 8.0).round()).take(Partial::len(ROWS, layout.acc_rows())).collect();
     let mut right = data.clone();
-    let mut run = |lanes: Lanes, left: &mut [f32]| lanes.run(Merge(&layout, left, &mut right));
-    let mut want = data.clone();
-    run(Lanes::Portable, &mut want);
-    for lanes in Lanes::available() {
-        let mut got = data.clone();
-        run(lanes, &mut got);
-        same("merge", &got, &want);
-        group.bench_function(lanes.name(), |b| {
-            b.iter(|| {
-                got.copy_from_slice(&data);
-                run(lanes, black_box(&mut got));
-            });
-        });
-    }
+    on_all_lanes(&mut group, "", data.len(), |lanes, left: &mut [f32]| {
+        left.copy_from_slice(&data);
+        lanes.run(Merge(&layout, left, &mut right));
+    });
 }
 
 /// Softmax weights of the pages of a block, summed over the rows of a token.
 pub fn masses(c: &mut Criterion) {
     let mut group = c.benchmark_group("mass of a block");
-    let mut noise = machine::noise(9);
-    let raw: Vec<[f32; LANES]> =
-        (0..ROWS * BLOCK).map(|_| std::array::from_fn(|_| noise.next().unwrap_or(0.0).abs())).collect();
+    let raw = machine::noise(9).map(f32::abs).collect_rows(ROWS * BLOCK);
     let factors = [0.5, 0.25, 0.125, 0.0625];
-    let run = |lanes: Lanes, mass: &mut [[f32; LANES]]| {
-        Sum { raw: &raw, factors: &factors, mass, sets: 1, to: &[(0, true)] }.run(lanes);
-    };
-    let mut want = vec![[0.0; LANES]; BLOCK];
-    run(Lanes::Portable, &mut want);
     group.throughput(Throughput::Bytes(size_of_val(&*raw) as u64));
-    for lanes in Lanes::available() {
-        let mut got = vec![[0.0; LANES]; BLOCK];
-        run(lanes, &mut got);
-        same("mass", got.as_flattened(), want.as_flattened());
-        group.bench_function(lanes.name(), |b| b.iter(|| run(lanes, black_box(&mut got))));
-    }
+    on_all_lanes(&mut group, "", BLOCK, |lanes, mass: &mut [[f32; LANES]]| {
+        Sum { raw: &raw, factors: &factors, mass, sets: 1, to: &[(0, true)] }.run(lanes);
+    });
 }

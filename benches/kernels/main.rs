@@ -26,7 +26,12 @@ mod places;
 mod routing;
 mod storing;
 
-use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use bytemuck::Pod;
+use criterion::measurement::WallTime;
+use criterion::{
+    Bencher, BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main,
+};
+use machine::Read;
 use pikv::lanes::Lanes;
 use pikv::shape::PAGE;
 use pikv::{Layout, Position};
@@ -51,23 +56,6 @@ impl Kernel for Functions<'_> {
             let x = w.load_f(row);
             w.store(w.add(math::exp2_nonpos(w, w.mul(x, x)), math::ln(w, w.mul(x, x))), row);
         }
-    }
-}
-
-/// Loads of rows of words, and nothing else.
-struct Read<'a>(&'a [[u32; LANES]]);
-
-impl Kernel for Read<'_> {
-    type Out = u32;
-    #[inline(always)]
-    fn run<W: Warp>(self, w: W) -> u32 {
-        let mut any = [w.splat_u(0); 4];
-        for rows in self.0.as_chunks::<4>().0 {
-            for (any, row) in any.iter_mut().zip(rows) {
-                *any = w.or(*any, w.load(row));
-            }
-        }
-        w.ballot(w.ge_i(w.or(w.or(any[0], any[1]), w.or(any[2], any[3])), w.splat_u(1)))
     }
 }
 
@@ -98,7 +86,9 @@ fn same(name: &str, got: &[f32], want: &[f32]) {
     );
 }
 
+/// Rows of lanes from a stream of numbers.
 trait CollectRows {
+    /// The next `32 n` numbers.
     fn collect_rows(self, n: usize) -> Vec<[f32; LANES]>;
 }
 
@@ -108,23 +98,40 @@ impl<I: Iterator<Item = f32>> CollectRows for I {
     }
 }
 
+/// Times `run` on every kind of lanes of the machine, which writes `len` results. Each has to have the bits of the portable lanes. `form`
+/// tells rows of a group apart, or is empty.
+///
+/// # Panics
+/// If a bit differs.
+fn on_all_lanes<T: Pod>(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    form: &str,
+    len: usize,
+    mut run: impl FnMut(Lanes, &mut [T]),
+) {
+    let mut want = vec![T::zeroed(); len];
+    run(Lanes::Portable, &mut want);
+    for lanes in Lanes::available() {
+        let (mut got, name) = (vec![T::zeroed(); len], lanes.name());
+        run(lanes, &mut got);
+        let same = bytemuck::cast_slice::<T, u8>(&got) == bytemuck::cast_slice::<T, u8>(&want);
+        assert!(same, "{form} differs on {name} lanes");
+        let time = |b: &mut Bencher<'_>| b.iter(|| run(lanes, black_box(&mut got)));
+        match form {
+            "" => group.bench_function(name, time),
+            form => group.bench_function(BenchmarkId::new(name, form), time),
+        };
+    }
+}
+
 fn functions(c: &mut Criterion) {
     let mut group = c.benchmark_group("exp2 and ln");
     let data: Vec<[f32; LANES]> = machine::noise(2).collect_rows(64);
-    let mut want = data.clone();
-    Lanes::Portable.run(Functions(&mut want));
     group.throughput(Throughput::Elements(data.len() as u64 * LANES as u64));
-    for lanes in Lanes::available() {
-        let mut got = data.clone();
-        lanes.run(Functions(&mut got));
-        same("exp2 and ln", got.as_flattened(), want.as_flattened());
-        group.bench_function(lanes.name(), |b| {
-            b.iter(|| {
-                got.copy_from_slice(&data);
-                lanes.run(Functions(black_box(&mut got)));
-            });
-        });
-    }
+    on_all_lanes(&mut group, "", data.len(), |lanes, out: &mut [[f32; LANES]]| {
+        out.copy_from_slice(&data);
+        lanes.run(Functions(out));
+    });
 }
 
 /// The limit of what the caches give: reads of a block of f32 and of bf16.
@@ -136,8 +143,9 @@ fn reading(c: &mut Criterion) {
         group.throughput(Throughput::Bytes(bytes as u64));
         for lanes in Lanes::available() {
             assert_eq!(lanes.run(Read(&rows)), u32::MAX, "{} lanes read other words", lanes.name());
-            let id = criterion::BenchmarkId::new(lanes.name(), name);
-            group.bench_function(id, |b| b.iter(|| lanes.run(Read(black_box(&rows)))));
+            group.bench_function(BenchmarkId::new(lanes.name(), name), |b| {
+                b.iter(|| lanes.run(Read(black_box(&rows))));
+            });
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Scores of experts and of pages: what a router and Quest compute for each token.
 
-use super::{DIM, same};
+use super::{CollectRows, DIM, on_all_lanes, same};
 use crate::machine;
 use criterion::{BenchmarkId, Criterion, Throughput};
 use pikv::lanes::Lanes;
@@ -19,18 +19,12 @@ fn logits(experts: usize) -> Vec<f32> {
     machine::noise(experts as u64).take(TOKENS * experts).map(|x| 8.0 * x).collect()
 }
 
-/// Rows of lanes for `experts`, each lane from `noise`.
-fn fixed(experts: usize) -> Vec<[f32; LANES]> {
-    let mut noise = machine::noise(4);
-    (0..experts.div_ceil(LANES)).map(|_| std::array::from_fn(|_| noise.next().unwrap_or(0.0))).collect()
-}
-
 /// Biased logits, the best experts and their weights.
 pub fn ranking(c: &mut Criterion) {
     let mut group = c.benchmark_group("rank experts");
     group.throughput(Throughput::Elements(TOKENS as u64));
     for (experts, top_k) in EXPERTS {
-        let (logits, fixed) = (logits(experts), fixed(experts));
+        let (logits, fixed) = (logits(experts), machine::noise(4).collect_rows(experts.div_ceil(LANES)));
         let ranking = Ranking { bias: Some(Bias { fixed: &fixed, cap: Some(4.0) }), groups: None };
         let run = |lanes: Lanes, chosen: &mut [u16], weights: &mut [f32]| {
             route::rank(lanes, &logits, experts, top_k, ranking, chosen, weights);
@@ -55,20 +49,11 @@ pub fn penalties(c: &mut Criterion) {
     let by = Coefficients { alpha: 0.5, lambda: 0.25, beta: 0.125 };
     for (experts, _) in EXPERTS {
         let average: Vec<f32> = machine::noise(6).take(experts).map(f32::abs).collect();
-        let run = |lanes: Lanes, out: &mut [[f32; LANES]]| {
-            route::penalties(lanes, by, experts, &average, &average, &average, out);
-        };
-        let mut want = fixed(experts);
-        run(Lanes::Portable, &mut want);
         group.throughput(Throughput::Elements(experts as u64));
-        for lanes in Lanes::available() {
-            let mut got = fixed(experts);
-            run(lanes, &mut got);
-            same("penalties", got.as_flattened(), want.as_flattened());
-            group.bench_function(BenchmarkId::new(lanes.name(), experts), |b| {
-                b.iter(|| run(lanes, black_box(&mut got)));
-            });
-        }
+        let rows = experts.div_ceil(LANES);
+        on_all_lanes(&mut group, &experts.to_string(), rows, |lanes, out: &mut [[f32; LANES]]| {
+            route::penalties(lanes, by, experts, &average, &average, &average, out);
+        });
     }
 }
 
@@ -78,16 +63,10 @@ pub fn entropies(c: &mut Criterion) {
     group.throughput(Throughput::Elements(TOKENS as u64));
     for (experts, _) in EXPERTS {
         let logits = logits(experts);
-        let mut want = vec![0.0; experts];
-        route::binary_entropy(Lanes::Portable, &logits, 0.9, &mut want);
-        for lanes in Lanes::available() {
-            let mut got = vec![0.0; experts];
-            route::binary_entropy(lanes, &logits, 0.9, &mut got);
-            same("entropies", &got, &want);
-            group.bench_function(BenchmarkId::new(lanes.name(), experts), |b| {
-                b.iter(|| route::binary_entropy(lanes, black_box(&logits), 0.9, &mut got));
-            });
-        }
+        on_all_lanes(&mut group, &experts.to_string(), experts, |lanes, averages: &mut [f32]| {
+            averages.fill(0.0);
+            route::binary_entropy(lanes, &logits, 0.9, averages);
+        });
     }
 }
 
@@ -107,16 +86,9 @@ pub fn bounds(c: &mut Criterion) {
     let pages: Vec<&[[f32; LANES]]> = pages.iter().map(Vec::as_slice).collect();
     let mut queries = vec![[0.0; LANES]; 4 * rows];
     queries.chunks_exact_mut(rows).for_each(|query| bound::fold(&key(), None, query));
-    let mut want = vec![0.0; PAGES];
-    bounds::largest(Lanes::Portable, &queries, rows, &pages, &mut want);
     let mut group = c.benchmark_group("bounds of pages");
     group.throughput(Throughput::Bytes((PAGES * 2 * rows * size_of::<[f32; LANES]>()) as u64));
-    for lanes in Lanes::available() {
-        let mut got = vec![0.0; PAGES];
-        bounds::largest(lanes, &queries, rows, &pages, &mut got);
-        same("bounds of pages", &got, &want);
-        group.bench_function(lanes.name(), |b| {
-            b.iter(|| bounds::largest(lanes, &queries, rows, black_box(&pages), &mut got));
-        });
-    }
+    on_all_lanes(&mut group, "", PAGES, |lanes, out: &mut [f32]| {
+        bounds::largest(lanes, &queries, rows, &pages, out);
+    });
 }

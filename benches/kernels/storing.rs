@@ -1,8 +1,8 @@
 //! A token written to its page, and pages packed and unpacked.
 
-use super::{DIM, pages};
+use super::{DIM, on_all_lanes, pages};
 use crate::machine;
-use criterion::{BenchmarkId, Criterion, Throughput};
+use criterion::{Criterion, Throughput};
 use pikv::codec::Code;
 use pikv::lanes::Lanes;
 use pikv::shape::PAGE;
@@ -48,20 +48,11 @@ pub fn packing(c: &mut Criterion) {
     group.throughput(Throughput::Bytes(layout.bytes()));
     for code in [Code::Int8, Code::Int4, Code::Int2, Code::E4m3, Code::Mxfp4] {
         let packed = Packed::new(DIM, DIM, code, code);
-        let mut run = |lanes: Lanes, out: &mut [u32]| {
+        let run = |lanes: Lanes, out: &mut [u32]| {
             unpack(lanes, &layout, &page, PAGE, &mut k, &mut v);
             let [k, v] = [&mut k, &mut v].map(|rows| Channels { rows, map: None });
             pack(lanes, &packed, &positions, k, v, out);
         };
-        let mut want = vec![0; packed.words() as usize];
-        run(Lanes::Portable, &mut want);
-        for lanes in Lanes::available() {
-            let mut got = vec![0; want.len()];
-            run(lanes, &mut got);
-            assert_eq!(got, want, "a page of {} differs on {} lanes", code.name(), lanes.name());
-            group.bench_function(BenchmarkId::new(lanes.name(), code.name()), |b| {
-                b.iter(|| run(lanes, black_box(&mut got)));
-            });
-        }
+        on_all_lanes(&mut group, code.name(), packed.words() as usize, run);
     }
 }

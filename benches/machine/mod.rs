@@ -70,7 +70,8 @@ fn buffer() -> MmapMut {
     data
 }
 
-struct Read<'a>(&'a [[u32; LANES]]);
+/// Loads of rows of words, and nothing else; every bit of the result is set if each lane has a number above 0 in some row.
+pub struct Read<'a>(pub &'a [[u32; LANES]]);
 
 impl Kernel for Read<'_> {
     type Out = u32;
