@@ -280,13 +280,8 @@ fn nobody_asks_and_nothing_is_computed() {
     let cache = Cache::new(config(1).evict(eviction())).unwrap();
     let (mut sequence, mut report) = (cache.sequence(), StepReport::default());
     for p in 0..200u32 {
-        step(
-            &cache,
-            &mut sequence,
-            &[row(cache.config(), Kind::Noise, p.into())],
-            ReadPages::All,
-            &mut report,
-        );
+        let row = row(cache.config(), Kind::Noise, p.into());
+        step(&cache, &mut sequence, &[row], ReadPages::All, &mut report);
         assert_eq!((report.hits(0), report.misses(0), report.hit_rate()), (&[0.0][..], &[0.0][..], None));
         assert!(report.residency() < 1.0 || p <= 64);
     }
@@ -295,13 +290,8 @@ fn nobody_asks_and_nothing_is_computed() {
     let cache = Cache::new(config(1).evict(Eviction::new(AdaKvLit::default(), Budget::Tokens(64)))).unwrap();
     let mut sequence = cache.sequence();
     for p in 0..200u32 {
-        step(
-            &cache,
-            &mut sequence,
-            &[row(cache.config(), Kind::Noise, p.into())],
-            ReadPages::All,
-            &mut report,
-        );
+        let row = row(cache.config(), Kind::Noise, p.into());
+        step(&cache, &mut sequence, &[row], ReadPages::All, &mut report);
     }
     assert!(cache.usage().ghosts > 0 && report.misses(0)[0] + report.hits(0)[0] == 0.0, "199 is not asked");
     step(&cache, &mut sequence, &[row(cache.config(), Kind::Noise, 200)], ReadPages::All, &mut report);

@@ -235,7 +235,7 @@ impl Movable<'_> {
     /// Copies the page to `level`.
     ///
     /// # Errors
-    /// Those of [`Level::put`]; a failed device or lower tier.
+    /// The errors of [`Level::put`]; a failed device or lower tier.
     pub fn lowered(&self, level: &Arc<Level>) -> Result<Arc<Stored>, Error> {
         let Movable { entry, codec, .. } = self;
         let mut positions = [u32::MAX; LANES];

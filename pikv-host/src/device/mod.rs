@@ -240,7 +240,7 @@ impl Device {
     /// Launches a kernel over `blocks` blocks of `warps` warps.
     ///
     /// # Safety
-    /// As for [`Device::launch`].
+    /// The requirements of [`Device::launch`].
     pub unsafe fn launch_blocks(
         &self,
         kernel: Kernel,

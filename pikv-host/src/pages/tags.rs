@@ -57,7 +57,7 @@ impl Tags {
         }
     }
 
-    /// Removes those of the tokens before `position`.
+    /// Removes the experts of the tokens before `position`.
     pub fn forget(&mut self, inner: &CacheShape, position: u32) {
         if inner.config.experts > 1 && position > self.from {
             self.list.drop_front(count(inner, position - self.from));
@@ -66,7 +66,7 @@ impl Tags {
         }
     }
 
-    /// Those of the tokens before `len`.
+    /// The experts of the tokens before `len`.
     pub fn first(&self, inner: &CacheShape, len: u32) -> Tags {
         let tags = count(inner, len.saturating_sub(self.from)).min(self.list.len());
         let tags = if inner.config.experts > 1 { tags } else { 0 };

@@ -168,7 +168,7 @@ enum Next {
     Rest,
 }
 
-/// What is a warp's own.
+/// Registers, local memory and place of a warp.
 struct State {
     regs: Registers,
     local: Local,

@@ -71,7 +71,7 @@ impl Program {
     /// Runs a kernel over `grid` blocks of `block` threads; `arguments` are addresses of the parameters' bytes.
     ///
     /// # Errors
-    /// Those of [`Program::compile`], or a kernel that fails: by `trap`, a misaligned access, a division by zero, lanes that never meet, or
+    /// The errors of [`Program::compile`], or a kernel that fails: by `trap`, a misaligned access, a division by zero, lanes that never meet, or
     /// too many jumps back.
     ///
     /// # Safety
