@@ -37,7 +37,7 @@ fn op() -> impl Strategy<Value = Op> {
         2 => Just(Op::New),
         14 => (parts(), any::<u8>(), leave(), prop_oneof![9 => Just(false), 1 => Just(true)])
             .prop_map(|(parts, read, leave, dropped)| Op::Step { parts, read, leave, dropped }),
-        4 => (0u8..4, 0.0..1.0f64).prop_map(|(sequence, share)| Op::Demote { sequence, share }),
+        8 => (0u8..4, 0.0..1.0f64).prop_map(|(sequence, share)| Op::Demote { sequence, share }),
         CHANGES => twins::change().prop_map(Op::Change),
     ]
 }
@@ -220,7 +220,7 @@ impl Twins {
 #[test]
 fn a_step_that_some_leave_is_one_that_never_had_them() {
     let mut runner = proptest::test_runner::TestRunner::new(pikv_test::cases(48, 2_000));
-    let strategy = (twins::model(1..=3), proptest::collection::vec(op(), 4..=24));
+    let strategy = (twins::model(1..=3), proptest::collection::vec(op(), 8..=48));
     let (mut left, mut remote) = (0, 0);
     for _ in 0..runner.config().cases {
         let (model, ops) = strategy.new_tree(&mut runner).unwrap().current();
