@@ -97,6 +97,24 @@ impl Dtype {
     }
 }
 
+/// The bits of `x` as bf16, rounded to nearest even, if bf16 holds it.
+#[inline(always)]
+pub(crate) fn round_bf16(x: f32) -> u32 {
+    let bits = x.to_bits();
+    bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16
+}
+
+/// The bits of `x` as f16, rounded to nearest even, if f16 holds it. Without branches, so that loops over it take vector instructions.
+#[inline(always)]
+pub(crate) fn round_f16(x: f32) -> u32 {
+    let bits = x.to_bits();
+    let size = bits & 0x7fff_ffff;
+    let normal = (size.wrapping_add(0xfff + (size >> 13 & 1)).wrapping_sub(112 << 23)) >> 13;
+    // The unit in the last place of 0.5 is that of f16's subnormals, so the sum rounds as they do.
+    let subnormal = (f32::from_bits(size) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+    bits >> 16 & 0x8000 | if size >= (127 - 14) << 23 { normal } else { subnormal }
+}
+
 /// [`Dtype::encode`] by lanes, of values that are known to fit.
 #[inline(always)]
 pub(crate) fn encode<W: Warp>(w: W, dtype: Dtype, x: W::F) -> W::U {
@@ -165,5 +183,37 @@ impl Element for F16 {
         let top = if j == 0 { w.shl::<16>(word) } else { word };
         let placed = w.and(w.sra::<3>(top), w.splat_u(0x8fff_e000));
         w.mul(w.from_bits(placed), w.splat(f32::from_bits((127 + 112) << 23)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Values spread over all bit patterns; those of each dtype of 16 bits, halfway to the next, and their neighbours.
+    fn values() -> impl Iterator<Item = f32> {
+        let spread = (0..=u32::MAX).step_by(4099).map(f32::from_bits);
+        let near = |bits: u32| (-1..=1).map(move |by| f32::from_bits(bits.wrapping_add_signed(by)));
+        let exact = [Dtype::F16, Dtype::Bf16]
+            .into_iter()
+            .flat_map(|of| (0..1 << 16).map(move |bits| of.decode(bits)));
+        let halves = |x: f32| [0, 1 << 12, 1 << 15].map(|half| x.to_bits().wrapping_add(half));
+        spread.chain(exact.flat_map(move |x| halves(x).into_iter().flat_map(near)))
+    }
+
+    #[test]
+    fn values_that_fit_are_rounded_as_the_library_of_halves_rounds() {
+        let (mut checked, mut refused) = (0, 0);
+        for x in values() {
+            for (dtype, round) in [(Dtype::Bf16, round_bf16 as fn(f32) -> u32), (Dtype::F16, round_f16)] {
+                let Some(bits) = dtype.encode(x) else {
+                    refused += 1;
+                    continue;
+                };
+                assert_eq!(round(x), bits, "{x:e} ({:08x}) as {}", x.to_bits(), dtype.name());
+                checked += 1;
+            }
+        }
+        assert!(checked > 1_000_000 && refused > 100_000, "{checked} checked, {refused} do not fit");
     }
 }

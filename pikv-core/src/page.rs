@@ -8,8 +8,7 @@
 //! V and V' are the channels in a word of K and of V, whose dtypes may differ. Rows of V are padded to 8 words (a 32-byte
 //! sector of a device, a vector of a CPU); every figure of bytes includes the padding.
 
-use crate::dtype::{Dtype, encode};
-use crate::portable::Portable;
+use crate::dtype::{Dtype, round_bf16, round_f16};
 use crate::warp::LANES;
 use core::fmt;
 
@@ -261,37 +260,39 @@ impl Layout {
 
 /// Checks that a dtype holds every value of a row. The error has the first channel that it does not hold, and its value.
 fn fits(dtype: Dtype, row: &[f32]) -> Result<(), (u32, f32)> {
-    // Rounding keeps order, and the bits of infinities and NaN are the largest: if the dtype holds the largest magnitude, it holds all.
-    // Without the sign, bits order as signed integers; their maximum takes the fewest instructions.
-    let size = |x: &f32| (x.to_bits() & 0x7fff_ffff) as i32;
-    let most = row.iter().map(size).fold(0, i32::max);
-    if dtype.encode(f32::from_bits(most as u32)).is_some() {
+    // Without the sign, bits order as the values do, and those of infinities and NaN are the largest. A difference is negative where a
+    // value is beyond the limit; differences are joined by their bits, which takes fewer instructions than a maximum.
+    let limit = dtype.limit().to_bits() as i32;
+    let room = |x: &f32| limit - (x.to_bits() & 0x7fff_ffff) as i32;
+    if row.iter().map(room).fold(0, |all, room| all | room) >= 0 {
         return Ok(());
     }
     let beyond = (0..).zip(row).find(|(_, x)| dtype.encode(**x).is_none());
     beyond.map_or(Ok(()), |(channel, x)| Err((channel, *x)))
 }
 
-/// Packs channels into words, the first channel in the low bits; a partial last word is filled with zeros. `put` gets up to 32
-/// words at a time, and the index of the first.
+/// Packs channels that the dtype holds into words, the first channel in the low bits; a partial last word is filled with zeros. `put` gets
+/// words that follow each other, and the index of the first.
 #[inline]
 fn pack(dtype: Dtype, row: &[f32], mut put: impl FnMut(usize, &[u32])) {
-    let n = dtype.per_word() as usize;
-    for (i, channels) in row.chunks(LANES * n).enumerate() {
+    match dtype {
+        Dtype::F32 => put(0, bytemuck::cast_slice(row)),
+        Dtype::F16 => pack_pairs(row, round_f16, put),
+        Dtype::Bf16 => pack_pairs(row, round_bf16, put),
+    }
+}
+
+/// [`pack`] of a dtype with two channels a word, whose bits `round` returns.
+#[inline(always)]
+fn pack_pairs(row: &[f32], round: impl Fn(f32) -> u32, mut put: impl FnMut(usize, &[u32])) {
+    for (i, channels) in row.chunks(2 * LANES).enumerate() {
         let mut words = [0; LANES];
-        for j in 0..n {
-            let mut lanes = [0.0; LANES];
-            lanes
-                .iter_mut()
-                .zip(channels[j.min(channels.len())..].iter().step_by(n))
-                .for_each(|(to, x)| *to = *x);
-            let bits = encode(Portable, dtype, lanes);
-            words
-                .iter_mut()
-                .zip(bits)
-                .for_each(|(word, bits)| *word |= bits << (j as u32 * dtype.bits() % 32));
+        let (pairs, last) = channels.as_chunks::<2>();
+        words.iter_mut().zip(pairs).for_each(|(word, [a, b])| *word = round(*a) | round(*b) << 16);
+        if let [x] = last {
+            words[pairs.len()] = round(*x);
         }
-        put(i * LANES, &words[..channels.len().div_ceil(n)]);
+        put(i * LANES, &words[..channels.len().div_ceil(2)]);
     }
 }
 
@@ -301,6 +302,39 @@ fn unpack(dtype: Dtype, row: &mut [f32], get: impl Fn(usize) -> u32) {
         for (j, x) in group.iter_mut().enumerate() {
             let bits = get(i) >> (j as u32 * dtype.bits());
             *x = dtype.decode(if n == 1 { bits } else { bits & 0xffff });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_value_beyond_the_limit_is_named() {
+        let next = |x: f32| f32::from_bits(x.to_bits() + 1);
+        for dtype in Dtype::ALL {
+            let limit = dtype.limit();
+            for width in [1, 3, 8, 64, 67] {
+                let mut row: [f32; 68] = core::array::from_fn(|i| [limit, -limit, 0.0, -1.0][i % 4]);
+                assert_eq!(fits(dtype, &row[..width]), Ok(()), "{}", dtype.name());
+                for bad in [next(limit), -next(limit), f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN]
+                {
+                    for at in 0..width {
+                        let kept = core::mem::replace(&mut row[at], bad);
+                        let last = core::mem::replace(&mut row[width - 1], bad);
+                        let (channel, value) = fits(dtype, &row[..width]).unwrap_err();
+                        assert_eq!(
+                            (channel as usize, value.to_bits()),
+                            (at, bad.to_bits()),
+                            "{}",
+                            dtype.name()
+                        );
+                        row[width - 1] = last;
+                        row[at] = kept;
+                    }
+                }
+            }
         }
     }
 }
