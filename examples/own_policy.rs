@@ -5,7 +5,9 @@
 //! cargo run --release -p pikv-examples --bin own_policy
 //! ```
 
-use pikv::policy::{Budget, Candidates, Eviction, Feedback, H2o, Lru, Policy, Seen, SnapKv, StreamingLlm};
+use pikv::policy::{
+    Budget, Candidates, Eviction, H2o, Lru, MassFeedback, Policy, Seen, SnapKv, StreamingLlm,
+};
 use pikv::shape::LANES;
 use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape};
 use std::error::Error;
@@ -19,8 +21,8 @@ impl Policy for Peak {
         "peak"
     }
 
-    fn feedback(&self) -> Feedback {
-        Feedback::Mass
+    fn feedback(&self) -> MassFeedback {
+        MassFeedback::All
     }
 
     fn words(&self) -> usize {

@@ -46,7 +46,7 @@ pub fn ranking(c: &mut Criterion) {
 /// The bias of all experts, once a step.
 pub fn penalties(c: &mut Criterion) {
     let mut group = c.benchmark_group("penalties");
-    let by = Coefficients { alpha: 0.5, lambda: 0.25, beta: 0.125 };
+    let by = Coefficients::new(0.5, 0.25, 0.125);
     for (experts, _) in EXPERTS {
         let average: Vec<f32> = machine::noise(6).take(experts).map(f32::abs).collect();
         group.throughput(Throughput::Elements(experts as u64));

@@ -1,9 +1,8 @@
 //! The policies of the table, each at a budget of tokens per KV head.
 
-use pikv::codec::PyramidKv;
 use pikv::policy::{
-    AdaKvLit, Budget, Chunks, Duo, DuoLit, Eviction, ExpectedAttention, H2o, KeyNorm, Lru, LruPlus, SnapKv,
-    StreamingLlm, Tova, fast_v,
+    AdaKvLit, Budget, Chunks, Duo, DuoLit, Eviction, ExpectedAttention, H2o, KeyNorm, Lru, LruPlus,
+    PyramidKv, SnapKv, StreamingLlm, Tova, fast_v,
 };
 use pikv::{CacheConfig, ReadPages, Rope};
 use std::error::Error;
@@ -100,7 +99,7 @@ pub fn rows(setup: &Setup<'_>) -> Result<Vec<Row>, Box<dyn Error>> {
     rows.push(Row {
         name: "QUEST",
         bounded: false,
-        configure: Box::new(|config| config.bounds(true)),
+        configure: Box::new(|config| config.key_bounds(true)),
         selects: Some(ReadPages::Quest { pages }),
     });
     Ok(rows)

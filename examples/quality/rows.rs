@@ -5,10 +5,9 @@ use crate::codes::CHUNK;
 use crate::trained;
 use indicatif::ProgressBar;
 use pikv::codec::{
-    Code, Codec, Coding, Cost, CropBy, HeadCodings, Map, PyramidKv, crop, fit_lora_plus, hybrid, lora, svd,
-    think,
+    Code, Codec, Coding, Cost, CropBy, HeadCodings, Map, crop, fit_lora_plus, hybrid, lora, svd, think,
 };
-use pikv::policy::{Budget, Chunks, Eviction, SnapKv, fast_v};
+use pikv::policy::{Budget, Chunks, Eviction, PyramidKv, SnapKv, fast_v};
 use pikv::{CacheConfig, Dtype};
 use pikv_engine::common::cache::Keys;
 use pikv_engine::measure::subject::Subject;

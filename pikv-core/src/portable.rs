@@ -1,6 +1,6 @@
 //! Lanes as plain arrays: they run everywhere, and are the reference for the other lanes.
 
-use crate::warp::{Kept, LANES, ROUND, Routine, Warp};
+use crate::warp::{ArrayShelf, LANES, ROUND, Routine, Warp};
 use core::array::from_fn;
 
 /// 32 lanes as `[f32; 32]`.
@@ -44,7 +44,7 @@ impl Warp for Portable {
     type U = [u32; LANES];
     type M = u32;
     type Slot = [f32; LANES];
-    type Shelf<const R: usize> = Kept<Self::Slot, R>;
+    type Shelf<const R: usize> = ArrayShelf<Self::Slot, R>;
     type Sum = [u32; LANES];
 
     const NAME: &'static str = "portable";

@@ -100,6 +100,15 @@ pub struct Coefficients {
     pub beta: f32,
 }
 
+impl Coefficients {
+    /// The weights of the load, of the misses and of the gate's entropy; 0 leaves a term out. They are not checked here: a router refuses
+    /// one that is not finite or below 0.
+    #[inline(always)]
+    pub const fn new(alpha: f32, lambda: f32, beta: f32) -> Coefficients {
+        Coefficients { alpha, lambda, beta }
+    }
+}
+
 /// Writes the bias `alpha (mu - mean mu) + lambda ln(1 + m) + beta h`, which is subtracted from every token's logits. `mu`, `miss`
 /// and `entropy` are `[experts]`, or empty for all 0; `out` has [`rows`] rows. Lanes past the experts get 0.
 ///
@@ -145,8 +154,8 @@ pub fn penalties<W: Warp>(
 /// The gate's binary entropy about each expert of row `r` of lanes, `H2(p) / ln 2` in 0..=1: p is the expert's share of the softmax `s`,
 /// and `H2(p) = -p ln p - (1 - p) ln(1 - p)`. 1 if the gate gives the expert one half, 0 if it gives all or nothing.
 ///
-/// If `r` is not below `R`.
-/// If there is no such row.
+/// # Panics
+/// If `r` is not below `R`; a device then reads row 0.
 #[inline(always)]
 pub fn gate_entropy<W: Warp, const R: usize>(w: W, s: &Softmax<W::F, R>, r: usize) -> W::F {
     let (zero, one) = (w.splat(0.0), w.splat(1.0));

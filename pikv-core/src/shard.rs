@@ -17,7 +17,7 @@ use core::fmt;
 /// assert_eq!((map.shards(), map.shard(3, 5, 0)), (4, 2));    // (3 XOR 5) mod 4
 /// let sum = ShardMap::sum(6)?;                            // (block + expert) mod 6, for any number of shards
 /// assert_eq!(sum.shard(3, 5, 0), 2);
-/// println!("{}", ShardMap::xor(8, 8, 3).unwrap_err());    // says which numbers would do
+/// println!("{}", ShardMap::xor(8, 8, 3).unwrap_err());    // names numbers that work
 /// # Ok::<(), pikv_core::shard::ShardError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -326,15 +326,15 @@ pub trait Shelf<W: Warp, const R: usize> {
 
 /// The shelf of a CPU.
 #[derive(Clone, Copy, Debug)]
-pub struct Kept<S, const R: usize> {
+pub struct ArrayShelf<S, const R: usize> {
     seen: [[u32; R]; BLOCK],
     slots: [[S; R]; BLOCK],
 }
 
-impl<W: Warp, const R: usize> Shelf<W, R> for Kept<W::Slot, R> {
+impl<W: Warp, const R: usize> Shelf<W, R> for ArrayShelf<W::Slot, R> {
     #[inline(always)]
     fn new(w: W) -> Self {
-        Kept { seen: [[0; R]; BLOCK], slots: [[w.park(w.splat(0.0)); R]; BLOCK] }
+        ArrayShelf { seen: [[0; R]; BLOCK], slots: [[w.park(w.splat(0.0)); R]; BLOCK] }
     }
     #[inline(always)]
     fn see(&mut self, i: usize, seen: [u32; R]) {

@@ -159,7 +159,7 @@ fn penalties_are_the_formula_in_its_order() {
         assert!(close(mean, true_mean, 1e-6));
         let entropy: Vec<f32> = random.values(experts, 0.5).iter().map(|x| 0.5 + x).collect();
         for (alpha, lambda, beta) in [(0.1, 0.05, 0.1), (0.0, 2.0, 0.0), (3.0, 0.0, 7.0), (1e6, 1e6, 1e6)] {
-            let c = Coefficients { alpha, lambda, beta };
+            let c = Coefficients::new(alpha, lambda, beta);
             let none: &[f32] = &[];
             for (mu, miss, entropy) in [
                 (&mu[..], &miss[..], &entropy[..]),

@@ -105,7 +105,7 @@ pub enum LoopError {
 /// }
 /// assert_eq!(sequence.resident(0, 0)?.0, 12);
 /// let report = looped.report();
-/// assert!(report.misses(0).iter().sum::<f64>() > 0.0); // pages that the last row looked for and that are gone
+/// assert!(report.misses(0).iter().sum::<f64>() > 0.0); // evicted pages that the last row wanted
 /// assert!(report.residency() < 0.1);                   // 8 of 196 tokens that left the ring are held
 /// # Ok(())
 /// # }
@@ -136,7 +136,7 @@ struct Scratch {
     misses: Vec<f64>,
     /// For each expert of a layer, in 32nds of pages: wanted, and missed.
     parts: [Vec<u64>; 2],
-    /// The same in 32 bits, for [`Feedback`](crate::router::Feedback).
+    /// The same in 32 bits, for [`PageFeedback`](crate::router::PageFeedback).
     wanted: Vec<u32>,
     missed: Vec<u32>,
 }

@@ -11,7 +11,8 @@ use pikv_core::merge::{Partial, finish, merge};
 use pikv_core::page::Layout;
 use pikv_core::{LANES, Warp};
 
-/// The lists of a launch.
+/// The lists of a launch. The kernels take each address as a parameter of its own: of addresses within a struct the compiler does not know
+/// that they are of global memory, and accesses them by generic loads and stores.
 pub(crate) struct Lists {
     /// A row for each block of the launch.
     pub rows: *const RowArg,

@@ -206,7 +206,7 @@ pub unsafe extern "ptx-kernel" fn learn_router(of: LearnArg) {
             }
         }
         w.sync();
-        let c = Coefficients { alpha: of.alpha, lambda: of.lambda, beta: of.beta };
+        let c = Coefficients::new(of.alpha, of.lambda, of.beta);
         penalties(w, c, experts, load, miss, entropy, list_mut(of.fixed, score::rows(experts)));
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::gather_checked;
 use core::arch::x86_64::*;
-use pikv_core::warp::{Kept, LANES, ROUND, Routine, Warp};
+use pikv_core::warp::{ArrayShelf, LANES, ROUND, Routine, Warp};
 
 /// 32 lanes as four 256-bit registers; a mask is four registers of all-ones and all-zeros lanes.
 ///
@@ -52,7 +52,7 @@ impl Warp for Avx2 {
     type U = [__m256i; 4];
     type M = [__m256; 4];
     type Slot = Slot;
-    type Shelf<const R: usize> = Kept<Self::Slot, R>;
+    type Shelf<const R: usize> = ArrayShelf<Self::Slot, R>;
     type Sum = [__m256i; 4];
 
     const NAME: &'static str = "avx2";

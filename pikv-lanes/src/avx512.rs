@@ -5,7 +5,7 @@ use crate::{
     gather_checked,
 };
 use core::arch::x86_64::*;
-use pikv_core::warp::{Kept, LANES, ROUND, Routine, Warp};
+use pikv_core::warp::{ArrayShelf, LANES, ROUND, Routine, Warp};
 
 /// 32 lanes as two 512-bit registers.
 ///
@@ -53,7 +53,7 @@ impl Warp for Avx512 {
     type U = [__m512i; 2];
     type M = [__mmask16; 2];
     type Slot = Slot;
-    type Shelf<const R: usize> = Kept<Self::Slot, R>;
+    type Shelf<const R: usize> = ArrayShelf<Self::Slot, R>;
     /// Sums of products with the integers' low bytes, signed, and with the rest, in units of 256.
     type Sum = [[__m512i; 2]; 2];
 

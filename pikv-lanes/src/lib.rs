@@ -14,7 +14,8 @@ pub mod product;
 pub mod route;
 pub mod tile;
 
-/// Methods of [`Warp`] on lanes that are parked in memory, in an implementation whose `Slot` is a `[f32; LANES]` in a struct.
+/// Methods of [`Warp`] on lanes that are parked in memory, in an implementation whose `Slot` is a `[f32; LANES]` in a struct. They are no
+/// default methods, whose bodies must compile for every `Slot`: that of a device is a register.
 #[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
 macro_rules! parked_in_memory {
     () => {

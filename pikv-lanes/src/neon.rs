@@ -2,7 +2,7 @@
 
 use crate::gather_checked;
 use core::arch::{aarch64::*, asm};
-use pikv_core::warp::{Kept, LANES, ROUND, Routine, Warp};
+use pikv_core::warp::{ArrayShelf, LANES, ROUND, Routine, Warp};
 
 /// 32 lanes as eight 128-bit registers; a mask is eight registers of all-ones and all-zeros lanes.
 ///
@@ -99,7 +99,7 @@ impl Warp for Neon {
     type U = [uint32x4_t; 8];
     type M = [uint32x4_t; 8];
     type Slot = Slot;
-    type Shelf<const R: usize> = Kept<Self::Slot, R>;
+    type Shelf<const R: usize> = ArrayShelf<Self::Slot, R>;
     type Sum = [int32x4_t; 8];
 
     const NAME: &'static str = "neon";

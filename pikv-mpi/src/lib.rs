@@ -363,7 +363,7 @@ impl Fabric for Processes {
         self.mail.receive(until)
     }
 
-    fn is_wired(&self, rank: u32) -> bool {
+    fn is_remote(&self, rank: u32) -> bool {
         rank != 0
     }
 

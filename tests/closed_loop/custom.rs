@@ -3,7 +3,7 @@
 use super::{EXPERTS, config, rows, turn};
 use crate::saved::go_on;
 use pikv::closed_loop::LoopError;
-use pikv::router::{Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, StateError};
+use pikv::router::{PageFeedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, StateError};
 use pikv::{Cache, ClosedLoop, Position, ReadPages};
 
 /// Files all tokens of a step under the experts that were chosen least; where two are equal, under the first.
@@ -35,7 +35,7 @@ impl Router for Emptiest {
         order[..2].iter().for_each(|expert| self.counts[usize::from(*expert)] += rows as u64);
         Ok(())
     }
-    fn observe(&mut self, _: &Feedback<'_>) -> Result<(), RouteError> {
+    fn observe(&mut self, _: &PageFeedback<'_>) -> Result<(), RouteError> {
         let all: u64 = self.counts.iter().sum();
         for (load, count) in self.load.iter_mut().zip(&mut self.counts) {
             *load = 0.9 * *load + 0.1 * (EXPERTS as u64 * std::mem::take(count)) as f32 / all as f32;

@@ -12,7 +12,7 @@ use pikv::metrics::Collector;
 use pikv::policy::{Budget, Eviction, H2o, StreamingLlm};
 use pikv::report::Place;
 use pikv::router::{
-    Adaptive, CacheAware, EntropyPenalised, Feedback, Hashed, Hierarchical, LoadBalanced, Router,
+    Adaptive, CacheAware, EntropyPenalised, Hashed, Hierarchical, LoadBalanced, PageFeedback, Router,
     RouterState, Routes, Shape, TopK,
 };
 use pikv::rules::Hits;
@@ -183,7 +183,7 @@ fn the_loop_is_its_stages_one_after_the_other() {
                         .zip(&misses)
                         .map(|(h, m)| (((h + m) * 32.0) as u32, (m * 32.0) as u32))
                         .unzip();
-                    own[layer].observe(&Feedback::new(&wanted, &missed).of_page(32)).unwrap();
+                    own[layer].observe(&PageFeedback::new(&wanted, &missed).of_page(32)).unwrap();
                     // Of R_A's rows that fetch less, what is wanted is the same, and less of it is there.
                     let less = id == 5 && read == ReadPages::Experts && routes[layer].fetch() == 1;
                     if id != 5 || read == ReadPages::All {

@@ -5,7 +5,8 @@ use super::{EXPERTS, LAYERS, bits, config, routers, states, turn};
 use pikv::closed_loop::LoopError;
 use pikv::policy::{Budget, Eviction, StreamingLlm};
 use pikv::router::{
-    Adaptive, CacheAware, Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, StateError,
+    Adaptive, CacheAware, PageFeedback, RouteError, Router, RouterKind, RouterState, Routes, Shape,
+    StateError,
 };
 use pikv::save::{Restored, SaveError};
 use pikv::{Cache, ClosedLoop, Error, Position, ReadPages, Sequence, SequenceOptions};
@@ -133,7 +134,7 @@ impl Router for Secret {
     fn route(&mut self, first: Position, logits: &[f32], out: &mut Routes) -> Result<(), RouteError> {
         self.0.route(first, logits, out)
     }
-    fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {
+    fn observe(&mut self, feedback: &PageFeedback<'_>) -> Result<(), RouteError> {
         self.0.observe(feedback)
     }
     fn discard(&mut self) {

@@ -37,7 +37,7 @@ fn run_steps(setup: &Setup, options: &Attend, total: u32, some: usize, steps: &[
             mass(setup, &model, options, old, &got);
         }
     }
-    assert!(model.chains.iter().flatten().flatten().any(|page| page.by.is_some()), "nothing was packed");
+    assert!(model.runs.iter().flatten().flatten().any(|page| page.by.is_some()), "nothing was packed");
 }
 
 /// The mass of the rows from `old` on against the oracle's weights.
@@ -57,9 +57,9 @@ fn mass(setup: &Setup, model: &Model, options: &Attend, old: u32, got: &crate::s
         let twice =
             got.mass[..i].iter().any(|other| (other.kv_head, other.page) == (page.kv_head, page.page));
         assert!(!twice, "{:?} is listed twice", page.page);
-        let chain = placed.get(&(page.kv_head, page.page.place, page.page.ordinal));
+        let own = placed.get(&(page.kv_head, page.page.place, page.page.ordinal));
         for (lane, weight) in page.tokens.iter().enumerate() {
-            let at = match chain {
+            let at = match own {
                 Some(page) => page.positions.get(lane).copied(),
                 None => Some(page.page.ordinal * 32 + lane as u32).filter(|at| *at < model.len()),
             };
@@ -264,7 +264,7 @@ fn the_bound_of_integer_scores_is_honest() {
                     })
                     .collect();
                 let mut words = vec![0; packed.words() as usize];
-                let mut rows = vec![[0.0; LANES]; packed.k_cols() as usize];
+                let mut rows = vec![[0.0; LANES]; packed.query_cols() as usize];
                 for c in 0..n {
                     let worst = if c == 0 { 32639.0 } else { (c % 100 * 2) as f32 + 0.5 };
                     rows[c / 32][c % 32] = if kind == 0 { worst } else { x(c, 99) };

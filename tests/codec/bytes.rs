@@ -2,7 +2,7 @@
 
 use crate::model::Model;
 use crate::setup::{Setup, codec, feed, shape, snapshot};
-use pikv::codec::{Code, Codec, Coding};
+use pikv::codec::{Code, Codec, Coding, Packed};
 use pikv::shape::Filed;
 use pikv::{Cache, Dtype, Error, Sequence};
 
@@ -24,10 +24,10 @@ fn bytes_are_the_planners() {
         for p in 0..400u32 {
             feed(&setup, &cache, &mut sequence, [u64::from(p)]);
             model.push(&setup, &[u64::from(p)]);
-            let filed: Vec<Filed> = model.chains[0][1..]
+            let filed: Vec<Filed> = model.runs[0][1..]
                 .iter()
-                .map(|chain| {
-                    let all: Vec<u32> = chain.iter().flat_map(|page| page.positions.clone()).collect();
+                .map(|run| {
+                    let all: Vec<u32> = run.iter().flat_map(|page| page.positions.clone()).collect();
                     let recent = all.iter().filter(|at| **at >= model.kept).count() as u32;
                     Filed::from(all.len() as u32).recent(recent)
                 })
@@ -166,7 +166,8 @@ fn bytes_of_few_bits() {
         assert_eq!(page.bytes(), u64::from(mx + nv) + 64, "{dim}");
         // With factors, fewer channels.
         let pca = Coding::block_pca(Code::Mxfp4, 7).unwrap();
-        assert_eq!(Codec::new(pca.clone(), pca).packed(dim, dim).stored_acc_rows(), 1);
+        let Packed { k_dim, v_dim, k, v, .. } = Codec::new(pca.clone(), pca).packed(dim, dim);
+        assert_eq!(Packed::new(k_dim, v_dim, k, v).acc_rows(), 1);
     }
     // Widths that are no multiple of 32 are padded: of 5 bits, K's 33 channels to 40 and to 64.
     let page = codec(Code::Int5, Code::Int5).packed(33, 33);

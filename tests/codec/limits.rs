@@ -1,11 +1,10 @@
 //! Limits and budgets: rows that they refuse do not fit, rows that they accept do, and budgets are met.
 
-use pikv::codec::{Code, Codec, Coding, Map, PyramidKv};
+use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::policy::Duo;
 use pikv::report::{PageId, Place};
 use pikv::shape::PAGE;
 use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, Error, LayerShape};
-use proptest::prelude::*;
 
 use pikv_test::numbers::Rng;
 
@@ -115,24 +114,5 @@ fn published_patterns_are_read() {
     for bad in ["0.5\tnan", "0.5\tinf", "-inf\t0.5", "0.5\t1e39", "0.5\tx"] {
         let refused = Duo::parse(&["1\t1\n", bad].concat(), 384).unwrap_err();
         assert!(refused.to_string().starts_with("line 2: "), "{refused}");
-    }
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
-
-    /// All layers together keep as many tokens as were asked for, whenever the prompt has them.
-    #[test]
-    fn a_pyramid_keeps_what_was_asked_for(
-        layers in 1u32..40, capacity in 1u32..300, window in 0u32..32, beta in 1.0f64..40.0, tokens in 0u32..600,
-    ) {
-        prop_assume!(capacity > window);
-        let pyramid = PyramidKv::new(capacity).window(window).beta(beta);
-        let scores = pikv_test::numbers::noise(u64::from(tokens), tokens as usize);
-        let keep = |layer| pyramid.keep(layer, layers, &scores).unwrap().iter().filter(|keep| **keep).count() as u32;
-        let kept: Vec<u32> = (0..layers).map(keep).collect();
-        prop_assert_eq!(kept.iter().sum::<u32>(), layers * capacity.min(tokens));
-        prop_assert!(kept.iter().all(|kept| *kept >= window.min(tokens)));
-        prop_assert!(kept.is_sorted_by(|a, b| a >= b), "{:?}", kept);
     }
 }

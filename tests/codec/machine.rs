@@ -99,7 +99,7 @@ fn check(setup: &Setup, cache: &Cache, live: &Live) -> Result<(), TestCaseError>
     let Live(sequence, models) = live;
     prop_assert_eq!(sequence.rollback_limit(), models[0].limit(setup));
     prop_assert_eq!(sequence.bytes(), models.iter().map(|model| model.bytes(setup)).sum::<u64>());
-    if models.iter().flat_map(|model| model.chains.iter().flatten().flatten()).all(|page| !page.gone) {
+    if models.iter().flat_map(|model| model.runs.iter().flatten().flatten()).all(|page| !page.gone) {
         let most = (0..setup.layers).map(|l| cache.bytes_at_most(l, models[0].len()).unwrap()).sum::<u64>();
         prop_assert!(sequence.bytes() <= most, "{} bytes, at most {}", sequence.bytes(), most);
     }
@@ -107,10 +107,8 @@ fn check(setup: &Setup, cache: &Cache, live: &Live) -> Result<(), TestCaseError>
     let mut got = got.iter();
     for (l, model) in models.iter().enumerate() {
         for h in 0..setup.layer.kv_heads as usize {
-            let filed = model.chains[h]
-                .iter()
-                .enumerate()
-                .flat_map(|(c, chain)| chain.iter().map(move |page| (c, page)));
+            let filed =
+                model.runs[h].iter().enumerate().flat_map(|(c, run)| run.iter().map(move |page| (c, page)));
             for (c, page) in filed.filter(|(_, page)| page.held()) {
                 let Some((info, tokens)) = got.next() else { panic!("pages are missing") };
                 let place = if c == 0 { Place::Sinks } else { Place::Run(c as u16 - 1) };
@@ -189,9 +187,9 @@ fn history(setup: &Setup, ops: &[Op]) -> Result<(), TestCaseError> {
                     sequence.pages(l, h).unwrap().filter(|page| page.id.place != Place::Ring).collect();
                 if let Some(page) = (!all.is_empty()).then(|| all[(*pick as usize >> 8) % all.len()]) {
                     sequence.evict(l, h, page.id).unwrap();
-                    let chain = if let Place::Run(e) = page.id.place { usize::from(e) + 1 } else { 0 };
+                    let run = if let Place::Run(e) = page.id.place { usize::from(e) + 1 } else { 0 };
                     let same = |own: &&mut Page| own.held() && own.positions[0] == page.first.0;
-                    models[l].chains[h][chain].iter_mut().find(same).unwrap().gone = true;
+                    models[l].runs[h][run].iter_mut().find(same).unwrap().gone = true;
                 }
             }
             _ => {}

@@ -53,7 +53,7 @@ pub struct Model {
     /// First position that no rollback takes away.
     pub kept: u32,
     /// `[head]`, the sinks and each expert.
-    pub chains: Vec<Vec<Vec<Page>>>,
+    pub runs: Vec<Vec<Vec<Page>>>,
 }
 
 impl Page {
@@ -64,8 +64,8 @@ impl Page {
 
 impl Model {
     pub fn new(setup: &Setup, layer: usize) -> Model {
-        let chains = vec![vec![vec![]; setup.experts as usize + 1]; setup.layer.kv_heads as usize];
-        Model { layer, ids: vec![], filed: 0, known: 0, kept: 0, chains }
+        let runs = vec![vec![vec![]; setup.experts as usize + 1]; setup.layer.kv_heads as usize];
+        Model { layer, ids: vec![], filed: 0, known: 0, kept: 0, runs }
     }
 
     pub fn len(&self) -> u32 {
@@ -94,19 +94,19 @@ impl Model {
             if c > 0 && !files {
                 continue;
             }
-            for (h, head) in self.chains.iter_mut().enumerate() {
+            for (h, head) in self.runs.iter_mut().enumerate() {
                 let packs = c > 0 && setup.codec(h).is_some();
-                let chain = &mut head[c];
+                let run = &mut head[c];
                 let open = |page: &&mut Page| !page.gone && page.by.is_none() && page.positions.len() < 32;
-                match chain.last_mut().filter(open) {
+                match run.last_mut().filter(open) {
                     Some(page) if packs && p - page.positions[0] > 65_535 => {
                         page.by = Some(p);
-                        chain.push(Page { positions: vec![p], ..Page::default() });
+                        run.push(Page { positions: vec![p], ..Page::default() });
                     }
                     Some(page) => page.positions.push(p),
-                    None => chain.push(Page { positions: vec![p], ..Page::default() }),
+                    None => run.push(Page { positions: vec![p], ..Page::default() }),
                 }
-                let page = chain.last_mut().unwrap();
+                let page = run.last_mut().unwrap();
                 if packs && page.positions.len() == 32 {
                     page.by = Some(p);
                 }
@@ -115,8 +115,8 @@ impl Model {
         self.kept = self.kept.max(self.len().saturating_sub(setup.ring + setup.rollback));
         let Some(window) = setup.layer.window else { return };
         let (seen, kept) = (self.len().saturating_sub(window + setup.rollback), self.kept);
-        for chain in self.chains.iter_mut().flat_map(|head| &mut head[1..]) {
-            for page in chain.iter_mut().filter(|page| page.held()) {
+        for run in self.runs.iter_mut().flat_map(|head| &mut head[1..]) {
+            for page in run.iter_mut().filter(|page| page.held()) {
                 // A page that was packed early may be unpacked again, although no row sees it.
                 let done = page.positions.len() == 32 || page.by.is_some_and(|by| by < kept);
                 if !done || page.positions[page.positions.len() - 1] >= seen {
@@ -131,15 +131,15 @@ impl Model {
         self.ids.truncate((self.len() - n) as usize);
         let left = self.len().saturating_sub(setup.ring);
         self.filed = self.filed.min(left);
-        for chain in self.chains.iter_mut().flatten() {
-            for page in chain.iter_mut() {
+        for run in self.runs.iter_mut().flatten() {
+            for page in run.iter_mut() {
                 page.positions.retain(|p| *p < left);
                 if page.by.is_some_and(|by| by >= left) {
                     (page.by, page.decoded) = (None, Default::default());
                 }
             }
-            while chain.last().is_some_and(|page| page.positions.is_empty()) {
-                chain.pop();
+            while run.last().is_some_and(|page| page.positions.is_empty()) {
+                run.pop();
             }
         }
     }
@@ -164,7 +164,7 @@ impl Model {
         let head = |(h, head): (usize, &Vec<Vec<Page>>)| {
             tiles * full + head.iter().flatten().map(|p| page(h, p)).sum::<u64>()
         };
-        self.chains.iter().enumerate().map(head).sum()
+        self.runs.iter().enumerate().map(head).sum()
     }
 
     /// The form of a packed page that a row with a ring from position `ring` reads.
@@ -256,10 +256,10 @@ impl Model {
     /// Positions of the tokens of the pages outside the ring, by head and page.
     pub fn placed(&self) -> HashMap<(usize, Place, u32), &Page> {
         let mut all = HashMap::new();
-        for (h, head) in self.chains.iter().enumerate() {
-            for (c, chain) in head.iter().enumerate() {
+        for (h, head) in self.runs.iter().enumerate() {
+            for (c, run) in head.iter().enumerate() {
                 let place = if c == 0 { Place::Sinks } else { Place::Run(c as u16 - 1) };
-                all.extend(chain.iter().enumerate().map(|(i, page)| ((h, place, i as u32), page)));
+                all.extend(run.iter().enumerate().map(|(i, page)| ((h, place, i as u32), page)));
             }
         }
         all

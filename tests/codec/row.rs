@@ -63,7 +63,7 @@ impl Model {
                 seen.push((at, logit(&k, at), v));
             }
             for (c, page) in
-                self.chains[head].iter().enumerate().flat_map(|(c, chain)| chain.iter().map(move |p| (c, p)))
+                self.runs[head].iter().enumerate().flat_map(|(c, run)| run.iter().map(move |p| (c, p)))
             {
                 let in_sight = |at: &u32| *at < ring && (*at >= lo || c == 0);
                 if page.gone || !page.positions.iter().any(in_sight) {

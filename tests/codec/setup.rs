@@ -63,7 +63,7 @@ impl Setup {
             .experts(self.experts, 1)
             .shards(self.shards)
             .lanes(self.lanes)
-            .poison(true)
+            .nan_fill(true)
             .backend(backend());
         for head in 0..self.layer.kv_heads as usize {
             for layer in 0..self.layers {

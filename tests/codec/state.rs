@@ -199,8 +199,7 @@ fn evicting_from_one_head() {
             evictions.push(p);
             sequence.evict(0, 1, page.id).unwrap();
             let mut evicted = 0;
-            for own in
-                model.chains[1][1].iter_mut().filter(|own| own.positions[0] == page.first.0 && !own.gone)
+            for own in model.runs[1][1].iter_mut().filter(|own| own.positions[0] == page.first.0 && !own.gone)
             {
                 own.gone = true;
                 evicted += 1;
@@ -222,7 +221,7 @@ fn evicting_from_one_head() {
         assert_eq!(sequence.bytes(), model.bytes(&setup), "token {p}");
     }
     assert_eq!(evictions.len(), 4);
-    let fills = |h: usize| model.chains[h][1].iter().map(|page| page.positions.clone()).collect::<Vec<_>>();
+    let fills = |h: usize| model.runs[h][1].iter().map(|page| page.positions.clone()).collect::<Vec<_>>();
     assert_ne!(fills(0), fills(1), "the heads close pages at different times");
     sequence.evict_all();
     assert!(sequence.pages(0, 1).unwrap().all(|page| page.id.place == Place::Ring));

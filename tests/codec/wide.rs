@@ -48,7 +48,7 @@ fn pages(sequence: &Sequence) -> Vec<PageInfo> {
 
 #[track_caller]
 fn agree(setup: &Setup, sequence: &Sequence, model: &Model) {
-    let want: Vec<_> = model.chains[0][2].iter().enumerate().filter(|(_, page)| page.held()).collect();
+    let want: Vec<_> = model.runs[0][2].iter().enumerate().filter(|(_, page)| page.held()).collect();
     let got = pages(sequence);
     assert_eq!(got.len(), want.len(), "{got:?}, want {want:?}");
     for (page, (ordinal, want)) in got.iter().zip(want) {

@@ -196,7 +196,7 @@ fn pages_packed_again_by_age() {
             ops.extend([Op::Rollback(0, 8), Op::Feed(vec![(0, 1), (1, 3)]), Op::Feed(vec![(0, 10)])]);
             ops.extend([Op::Abandon(vec![(0, 40), (1, 9)], 1), Op::Rollback(1, 5), Op::Ask(1, 4)]);
             ops.extend([Op::Feed(vec![(1, 30)]), Op::Drop(0), Op::Feed(vec![(1, 1)])]);
-            let config = config(layers, 10, 9).experts(2, 1).poison(true).compress(first).age(20, second);
+            let config = config(layers, 10, 9).experts(2, 1).nan_fill(true).compress(first).age(20, second);
             check("ages", config, ops);
         }
     }
@@ -246,7 +246,7 @@ fn whatever(seeds: u64, salt: u64, codec: fn(u64, u32, u32) -> Codec, ages: bool
             config(vec![layer.rope(rope).window(window)], 1 + below(40) as u32, below(20) as u32)
                 .sinks(below(4) as u32)
                 .experts(1 + below(3) as u32, 1)
-                .poison(below(2) == 0);
+                .nan_fill(below(2) == 0);
         for head in 0..layer.kv_heads as usize {
             if below(5) > 0 {
                 let first = codec(below(1 << 30), k_dim, v_dim);

@@ -142,7 +142,7 @@ fn faults_while_pages_are_packed() {
     let codec = |map| Codec::new(Coding::new(Code::Int8).map(map), Coding::new(Code::E4m3));
     let matrix = |n| (0..n).map(|i| (i % 7) as f32 * 0.3 - 0.9).collect::<Vec<f32>>();
     let dense = Map::new(8, 4, matrix(32), matrix(32), Some(matrix(8))).unwrap();
-    let packed = setup().compress_layer(0, codec(dense)).bounds(true);
+    let packed = setup().compress_layer(0, codec(dense)).key_bounds(true);
     let ops = [
         Op::Feed(vec![(0, 45)]),
         Op::Feed(vec![(0, 38)]),

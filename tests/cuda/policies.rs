@@ -42,7 +42,7 @@ fn layers(dtype: Dtype) -> Vec<LayerShape> {
 fn every_policy() {
     for (name, rule) in rules(&Budget::Tokens(40)) {
         let config =
-            config(layers(Dtype::Bf16), 8, 0).sinks(2).experts(2, 1).poison(true).evict(rule.batch(3));
+            config(layers(Dtype::Bf16), 8, 0).sinks(2).experts(2, 1).nan_fill(true).evict(rule.batch(3));
         let mut ops = vec![Op::Feed(vec![(0, 60)]), Op::Pin(0, 30, 36), Op::Feed(vec![(0, 20)])];
         ops.extend(decode(25));
         check(name, config, ops);
@@ -54,7 +54,7 @@ fn thinned_pages_are_put_together() {
     let standin = Standin::new();
     for (rollback, bounds) in [(0, false), (0, true), (6, false)] {
         let config = config(layers(Dtype::F16), 5, rollback)
-            .bounds(bounds)
+            .key_bounds(bounds)
             .evict(Eviction::new(H2o, Budget::Tokens(70)).batch(12));
         let ops = vec![
             Op::Feed(vec![(0, 100)]),
@@ -77,7 +77,7 @@ fn pages_chosen_by_their_bounds() {
     for rope in [None, Some(Rope::new(100.0, 4).pairs(Pairs::Neighbours))] {
         for codec in [None, Some(Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int4)))] {
             let layers = vec![shape(2, 3, 40, 8, Dtype::Bf16, Dtype::Bf16).rope(rope)];
-            let config = config(layers, 8, 3).bounds(true).experts(2, 1);
+            let config = config(layers, 8, 3).key_bounds(true).experts(2, 1);
             let config = codec.into_iter().fold(config, CacheConfig::compress);
             let ops = vec![
                 Op::Feed(vec![(0, 130)]),
@@ -113,7 +113,7 @@ fn policies_over_factors_and_old_pages() {
             }
             let config = config(vec![shape(2, 2, 16, 24, Dtype::Bf16, Dtype::F32)], 8, 5)
                 .experts(2, 1)
-                .poison(true)
+                .nan_fill(true)
                 .compress(first.clone())
                 .age(24, second.clone())
                 .evict(rule.batch(3));
@@ -147,8 +147,8 @@ fn whatever_goes() {
         let mut config = config(vec![layer; 2], 1 + below(12) as u32, below(8) as u32)
             .sinks(below(3) as u32)
             .experts(1 + below(3) as u32, 1)
-            .bounds(below(2) == 0)
-            .poison(true)
+            .key_bounds(below(2) == 0)
+            .nan_fill(true)
             .evict(rule);
         if below(2) == 0 {
             config = config.compress_layer(1, Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int8)));

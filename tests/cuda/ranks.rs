@@ -106,7 +106,7 @@ fn rollbacks_forks_and_pages_that_go() {
         Op::Drop(0),
         Op::Feed(vec![(1, 20), (0, 70)]),
     ];
-    let config = config(layers(Dtype::Bf16), 20, 12).experts(4, 1).poison(true);
+    let config = config(layers(Dtype::Bf16), 20, 12).experts(4, 1).nan_fill(true);
     check("back", config, Options { mass: true, ..plain() }, ops, &[1, 2, 4]);
 }
 
@@ -147,7 +147,7 @@ fn policies() {
         ("SL", Eviction::new(StreamingLlm, budget()).by_page()),
     ] {
         let config =
-            config(layers(Dtype::Bf16), 8, 4).sinks(2).experts(2, 1).poison(true).evict(rule.batch(3));
+            config(layers(Dtype::Bf16), 8, 4).sinks(2).experts(2, 1).nan_fill(true).evict(rule.batch(3));
         let mut ops = vec![Op::Fill(vec![(0, 130)]), Op::Feed(vec![(0, 20)]), Op::Rollback(0, 3)];
         ops.extend(decode(12));
         check(name, config, plain(), ops, &[2]);
@@ -190,7 +190,7 @@ fn packed_pages() {
 fn what_rows_choose_to_read() {
     let rope = Some(Rope::new(10_000.0, 8).pairs(Pairs::Neighbours));
     let layers = vec![shape(1, 2, 8, 8, Dtype::Bf16, Dtype::Bf16).rope(rope).window(90)];
-    let config = config(layers, 16, 0).sinks(4).experts(3, 2).bounds(true);
+    let config = config(layers, 16, 0).sinks(4).experts(3, 2).key_bounds(true);
     let ops = vec![Op::Feed(vec![(0, 130)]), Op::Feed(vec![(0, 3)]), Op::Feed(vec![(0, 1)])];
     for options in [
         Options { quest: 2, ..plain() },
@@ -291,7 +291,7 @@ fn steps_of_a_known_size_allocate_nothing_and_wait_once_a_layer_and_device() {
 }
 
 fn faulty() -> (CacheConfig, Vec<Op>) {
-    let config = config(layers(Dtype::Bf16), 16, 4).experts(4, 1).poison(true);
+    let config = config(layers(Dtype::Bf16), 16, 4).experts(4, 1).nan_fill(true);
     let int8 = Codec::new(code(Code::Int8), code(Code::Int8));
     let ops = vec![
         Op::Fill(vec![(0, 170)]),
@@ -452,7 +452,7 @@ fn whatever_is_done() {
             config(vec![layer.rope(rope).window(window); 2], 1 + below(20) as u32, below(12) as u32)
                 .sinks(below(4) as u32)
                 .experts(experts, 1)
-                .poison(below(2) == 0);
+                .nan_fill(below(2) == 0);
         if below(2) == 0 {
             let codes = [(); 2].map(|()| below(Code::ALL.len() as u64)).map(|i| code(Code::ALL[i as usize]));
             config = config.compress_layer(1, Codec::new(codes[0].clone(), codes[1].clone()));

@@ -32,7 +32,7 @@ fn configs() -> Vec<CacheConfig> {
     vec![
         plain(),
         plain().compress(int8),
-        plain().bounds(true).evict(Eviction::new(H2o, Budget::Tokens(60)).batch(4)),
+        plain().key_bounds(true).evict(Eviction::new(H2o, Budget::Tokens(60)).batch(4)),
     ]
 }
 

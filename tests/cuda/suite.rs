@@ -42,7 +42,7 @@ fn record(case: &Case, backend: &Backend, options: Options) -> Vec<u32> {
 /// other dtypes.
 pub fn same(name: &str, standin: &Standin, case: &Case) {
     let Options { mass, quest, dtypes, .. } = case.options;
-    let goes = !mass && quest == 0 && !case.config.bounds;
+    let goes = !mass && quest == 0 && !case.config.key_bounds;
     alike(
         name,
         standin,
@@ -234,13 +234,13 @@ fn attention_mass() {
 }
 
 #[test]
-fn poisoned_pages_on_an_older_device() {
+fn pages_filled_with_nan_on_an_older_device() {
     let standin = Standin::new();
     standin.set(Set::Capability, 75);
     let mut ops = vec![Op::Feed(vec![(0, 50)]), Op::Fork(0)];
     ops.extend(decode(5));
     ops.extend([Op::Drop(1), Op::Feed(vec![(0, 40), (1, 40)])]);
-    let config = config(vec![shape(2, 2, 16, 16, Bf16, F16)], 16, 0).poison(true).experts(2, 1);
+    let config = config(vec![shape(2, 2, 16, 16, Bf16, F16)], 16, 0).nan_fill(true).experts(2, 1);
     same("sm_70", &standin, &Case { config, options: Options::default(), ops });
     standin.set(Set::Capability, 61);
     match Backend::cuda() {
@@ -294,7 +294,7 @@ fn whatever_is_done() {
             .sinks(below(6) as u32)
             .experts(experts, 1)
             .shards(ShardMap::sum(1 + below(2) as u32).unwrap())
-            .poison(below(2) == 0);
+            .nan_fill(below(2) == 0);
         let mut sequences = 1;
         let mut ops = vec![Op::Feed(vec![(0, 1 + below(60) as u32)])];
         for _ in 0..10 {

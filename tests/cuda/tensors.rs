@@ -237,7 +237,8 @@ fn tensors_that_are_refused() {
     step.check().unwrap();
     step.commit().unwrap();
     drop(foreign);
-    for (config, why) in [(setup(), "CPU"), (setup().backend(backends[0].clone()).bounds(true), "bounds")] {
+    for (config, why) in [(setup(), "CPU"), (setup().backend(backends[0].clone()).key_bounds(true), "bounds")]
+    {
         let cache = Cache::new(config).unwrap();
         let mut sequence = cache.sequence();
         let mut step = cache.begin([(&mut sequence, 2)]).unwrap();

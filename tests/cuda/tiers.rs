@@ -19,7 +19,7 @@ fn page() -> u64 {
 /// A number of pages in the first tier, host memory for some more, and a file.
 fn tiered(pages: u64, host: u64) -> CacheConfig {
     let tiers = Tiers::new().host(host * page()).file(std::env::temp_dir(), 1 << 20);
-    let mut config = config(layers(), 8, 4).poison(true).tiers(tiers);
+    let mut config = config(layers(), 8, 4).nan_fill(true).tiers(tiers);
     config.budget = pages * page();
     config
 }
@@ -58,7 +58,7 @@ fn what_is_packed_or_evicted_goes_down_as_well() {
         [
             config.clone().compress(int8.clone()),
             config.clone().evict(Eviction::new(H2o, Budget::Tokens(120)).batch(8)),
-            config.bounds(true),
+            config.key_bounds(true),
         ]
     };
     for (i, config) in with(tiered(50, 10).experts(2, 1)).into_iter().enumerate() {

@@ -86,7 +86,7 @@ impl Fabric for Faulty {
 
 fn config() -> CacheConfig {
     let layer = LayerShape::new(1, 2, 8, Dtype::F32);
-    let config = CacheConfig::new(vec![layer], 1 << 24).ring(16).rollback(4).experts(4, 1).poison(true);
+    let config = CacheConfig::new(vec![layer], 1 << 24).ring(16).rollback(4).experts(4, 1).nan_fill(true);
     config.shards(ShardMap::sum(4).unwrap())
 }
 

@@ -12,7 +12,7 @@ fn feed(cache: &Cache, sequence: &mut Sequence, rows: &[Row]) -> Vec<u32> {
     let mut outs = Vec::new();
     run(cache, sequence, rows, |step, l, q, size| {
         let (mut out, mut lse) = (vec![0.0; size], vec![0.0; size / 3]);
-        let read = if cache.config().bounds { ReadPages::Quest { pages: 1 } } else { ReadPages::All };
+        let read = if cache.config().key_bounds { ReadPages::Quest { pages: 1 } } else { ReadPages::All };
         step.attend(l, q, &Attend::new(0.5).read(read), AttendOutput::new(&mut out).lse(&mut lse)).unwrap();
         outs.extend(bits(&out));
         outs.extend(bits(&lse));
@@ -57,7 +57,7 @@ fn cache(
     code: Option<Code>,
     rule: impl Fn(Eviction) -> Eviction,
 ) -> Cache {
-    let mut config = config(2).experts(2, 1).rollback(slack).bounds(slack == 8);
+    let mut config = config(2).experts(2, 1).rollback(slack).key_bounds(slack == 8);
     config.layers[1].window = (budget == 60).then_some(45);
     if let Some(code) = code {
         config = config.compress(Codec::new(Coding::new(code), Coding::new(code)));

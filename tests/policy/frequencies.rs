@@ -149,7 +149,7 @@ fn attention_turns_by_them() {
             let config = CacheConfig::new(vec![layer(Some(rope(10_000.0, rotary as u32)))], 1 << 22).ring(40);
             config
                 .frequencies(0..1, frequencies.clone())
-                .bounds(true)
+                .key_bounds(true)
                 .shards(pikv::shard::ShardMap::sum(shards).unwrap())
         };
         let cache = Cache::new(config(1)).unwrap();

@@ -2,8 +2,9 @@
 
 use crate::model::{Def, Model};
 use crate::setup::{Kind, Row, bits, config, eviction, held, row, run};
-use pikv::codec::{ChunkKv, FastV, PyramidKv};
-use pikv::policy::{Budget, Chunks, Duo, Eviction, H2o, KeyNorm, StreamingLlm, fast_v};
+use pikv::policy::{
+    Budget, ChunkKv, Chunks, Duo, Eviction, FastV, H2o, KeyNorm, PyramidKv, StreamingLlm, fast_v,
+};
 use pikv::{Attend, AttendOutput, Cache, CacheConfig, Sequence};
 use std::collections::BTreeSet;
 use std::num::NonZeroU32;

@@ -3,8 +3,8 @@
 use crate::back::no_trace;
 use crate::setup::{Event, Kind, Log, Row, Spy, config, eviction, held, noise, rope, row, run, turned};
 use pikv::policy::{
-    AdaKvLit, Budget, Candidates, Dense, Eviction, ExpectedAttention, Feedback, HeadSeen, KeyNorm, Policy,
-    QuestLit, QuestLitError, Seen, Token,
+    AdaKvLit, Budget, Candidates, Dense, Eviction, ExpectedAttention, HeadSeen, KeyNorm, MassFeedback,
+    Policy, QuestLit, QuestLitError, Seen, Token,
 };
 use pikv::rules::Hits;
 use pikv::shape::LANES;
@@ -241,7 +241,7 @@ impl Policy for Starved {
     fn name(&self) -> &str {
         "starved"
     }
-    fn feedback(&self) -> Feedback {
+    fn feedback(&self) -> MassFeedback {
         self.0.feedback()
     }
     fn wants_hits(&self) -> bool {

@@ -1,6 +1,7 @@
 //! Policies compared with their definitions, and eviction by them.
 
 mod back;
+mod choices;
 mod frequencies;
 mod heads;
 mod held;

@@ -3,8 +3,8 @@
 
 use crate::setup::{Event, Kind, Log, Row, Spy, attention, close, eviction, held, row, run, turned};
 use pikv::policy::{
-    Budget, Chunks, DuoLit, Eviction, FastVReceived, Feedback, H2o, KeyNorm, Lru, LruPlus, Policy, SnapKv,
-    StreamingLlm, Tova,
+    Budget, Chunks, DuoLit, Eviction, FastVReceived, H2o, KeyNorm, Lru, LruPlus, MassFeedback, Policy,
+    SnapKv, StreamingLlm, Tova,
 };
 use pikv::report::Place;
 use pikv::{Attend, AttendOutput, Cache, CacheConfig, Sequence};
@@ -325,8 +325,8 @@ impl Model {
         for (cut, single) in cuts {
             // Of a group of rows those that the policy wants; a single row always.
             let rows = match self.def.policy().feedback() {
-                Feedback::None => cut.end..cut.end,
-                Feedback::LastMass(n) if !single => {
+                MassFeedback::None => cut.end..cut.end,
+                MassFeedback::LastRows(n) if !single => {
                     cut.start.max(new.saturating_sub(n)).min(cut.end)..cut.end
                 }
                 _ => cut.clone(),

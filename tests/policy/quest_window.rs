@@ -76,7 +76,7 @@ fn push_steep(cache: &Cache, sequence: &mut Sequence, n: u32, read: ReadPages) -
 
 fn steep(rollback: u32) -> Cache {
     let layer = LayerShape::new(1, 1, 1, Dtype::F32).window(160);
-    Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(64).rollback(rollback).bounds(true)).unwrap()
+    Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(64).rollback(rollback).key_bounds(true)).unwrap()
 }
 
 const ONE_PAGE: ReadPages = ReadPages::Quest { pages: 1 };
@@ -133,8 +133,8 @@ fn quest_reads_the_same_however_tokens_are_cut() {
             .ring(ring)
             .rollback(16 * rng.below(2))
             .experts(experts, experts.min(2))
-            .poison(true)
-            .bounds(true);
+            .nan_fill(true)
+            .key_bounds(true);
         let (one, cut) = (Cache::new(config.clone()).unwrap(), Cache::new(config.clone()).unwrap());
         let (mut a, mut b) = (one.sequence(), cut.sequence());
         while a.next_position().0 < 400 {

@@ -77,7 +77,7 @@ fn ask(cache: &Cache, sequence: &Sequence, options: &Attend) -> Vec<u32> {
 
 /// A store with all kinds of pages: expert pages thinned out and put together, packed ones, turned ones.
 fn mixed(def: Def, lanes: Lanes, shards: u32) -> Cache {
-    let mut config = config(3).ring(8).experts(4, 2).rollback(3).bounds(true).lanes(lanes);
+    let mut config = config(3).ring(8).experts(4, 2).rollback(3).key_bounds(true).lanes(lanes);
     config.layers[1].rope = Some(rope(2));
     config.layers[2].window = Some(120);
     let int8 = Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int4));
@@ -267,7 +267,7 @@ fn rows_read_the_pages_of_their_experts() {
 #[test]
 fn all_pages_of_quest_are_everything() {
     for (experts, packed) in [(1, false), (3, false), (3, true)] {
-        let mut config = config(2).ring(6).experts(experts, 1).bounds(true);
+        let mut config = config(2).ring(6).experts(experts, 1).key_bounds(true);
         config.layers[1].rope = Some(rope(2));
         if packed {
             config = config.compress(Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int8)));
@@ -312,7 +312,7 @@ fn quest_bound(config: &CacheConfig, keys: &[Vec<f32>], query: &[f32]) -> f64 {
 #[test]
 fn quest_reads_the_pages_with_the_highest_bounds() {
     for rotary in [0, 2, 4] {
-        let mut config = config(1).ring(6).experts(2, 1).bounds(true);
+        let mut config = config(1).ring(6).experts(2, 1).key_bounds(true);
         config.layers[0].rope = (rotary > 0).then(|| rope(rotary));
         let cache = Cache::new(config.evict(Eviction::new(KeyNorm, Budget::Tokens(200)))).unwrap();
         let mut sequence = cache.sequence();

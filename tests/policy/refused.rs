@@ -1,9 +1,13 @@
 //! Invalid options are refused by name; and values that a policy of the user's may return.
 
 use crate::setup::{Kind, Row, config, held, row, run};
-use pikv::policy::{Budget, Candidates, Duo, Eviction, Feedback, H2o, Policy, Seen, StreamingLlm};
+use pikv::policy::{
+    Budget, Candidates, Chunks, Duo, Eviction, ExpectedAttention, H2o, LruPlus, MassFeedback, Policy, Seen,
+    SnapKv, StreamingLlm,
+};
 use pikv::shape::LANES;
 use pikv::{Attend, AttendOutput, Cache, CacheConfig, ConfigError, Error, ReadPages, Sequence};
+use std::num::NonZeroU32;
 
 fn feed(cache: &Cache, sequence: &mut Sequence, n: u32) {
     let from = sequence.next_position().0;
@@ -41,6 +45,43 @@ fn budgets_and_rules_that_are_none() {
     // Large values are accepted.
     Cache::new(config(2).evict(of(Budget::Share(1.0)).batch(u32::MAX))).unwrap();
     Cache::new(config(2).evict(of(Budget::Bytes(u64::MAX)).adaptive(1.0))).unwrap();
+}
+
+/// An option with which a policy cannot act is refused when the cache is built, also within a policy that wraps it.
+#[test]
+fn options_out_of_range() {
+    let budget = || Budget::Tokens(9);
+    let snap = SnapKv::default;
+    let expected = || ExpectedAttention::new(None, false);
+    let plus = |decay| Eviction::new(LruPlus::default().decay(decay), budget());
+    let chunks = Chunks::new(snap().window(0), NonZeroU32::MIN);
+    for (rule, name, value) in [
+        (Eviction::new(snap().window(0), budget()), "window", 0.0),
+        (Eviction::new(chunks, budget()), "window", 0.0),
+        (Eviction::new(snap().pool(0), budget()), "pool", 0.0),
+        (Eviction::new(snap().pool(4), budget()), "pool", 4.0),
+        (Eviction::new(expected().ahead(0), budget()), "ahead", 0.0),
+        (Eviction::new(expected().memory(0), budget()), "memory", 0.0),
+        (plus(0.0), "decay", 0.0),
+        (plus(1.5), "decay", 1.5),
+        (plus(f32::INFINITY), "decay", f64::INFINITY),
+    ] {
+        let error = Cache::new(config(2).evict_layer(1, rule)).unwrap_err();
+        let Error::Config(ConfigError::PolicyOption { layer: 1, option, .. }) = &error else {
+            panic!("{error}")
+        };
+        assert_eq!((option.name, option.value), (name, value));
+        assert!(error.to_string().contains(&format!("with {name} {value}; it must be ")), "{error}");
+    }
+    assert!(Cache::new(config(1).evict(plus(f32::NAN))).is_err());
+    // The least values that work.
+    for rule in [
+        Eviction::new(snap().window(1).pool(1), budget()),
+        Eviction::new(expected().ahead(1).memory(1), budget()),
+        plus(1.0),
+    ] {
+        Cache::new(config(2).evict(rule)).unwrap();
+    }
 }
 
 #[test]
@@ -152,8 +193,8 @@ impl Policy for Count {
     fn name(&self) -> &str {
         "count"
     }
-    fn feedback(&self) -> Feedback {
-        Feedback::Mass
+    fn feedback(&self) -> MassFeedback {
+        MassFeedback::All
     }
     fn words(&self) -> usize {
         1

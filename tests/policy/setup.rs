@@ -1,6 +1,8 @@
 //! Small caches, generated tokens, and attention in f64.
 
-use pikv::policy::{Budget, Candidates, Eviction, Feedback, HeadSeen, Policy, Scope, Seen, Token};
+use pikv::policy::{
+    Budget, Candidates, Eviction, HeadSeen, MassFeedback, OptionError, Policy, Scope, Seen, Token,
+};
 use pikv::report::{PageId, Place};
 use pikv::shape::LANES;
 use pikv::{Cache, CacheConfig, Dtype, LayerShape, Rope, Sequence};
@@ -21,7 +23,7 @@ pub fn config(layers: usize) -> CacheConfig {
     CacheConfig::new(vec![shape(2, 2, 4, 3); layers], 4 << 20)
         .ring(4)
         .sinks(2)
-        .poison(true)
+        .nan_fill(true)
         .backend(backend())
 }
 
@@ -220,6 +222,9 @@ impl Policy for Spy {
     fn parameters(&self, to: &mut dyn FnMut(&[u8])) {
         self.of.parameters(to);
     }
+    fn check(&self) -> Result<(), OptionError> {
+        self.of.check()
+    }
     fn rotation(&self) -> Option<Rope> {
         self.of.rotation()
     }
@@ -233,7 +238,7 @@ impl Policy for Spy {
     fn oldest_first(&self) -> bool {
         false
     }
-    fn feedback(&self) -> Feedback {
+    fn feedback(&self) -> MassFeedback {
         self.of.feedback()
     }
     fn wants_hits(&self) -> bool {

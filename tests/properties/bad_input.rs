@@ -12,7 +12,7 @@ use pikv::{
 fn config() -> CacheConfig {
     let first = LayerShape::new(2, 4, 3, Dtype::F16).values(5, Dtype::Bf16);
     let second = LayerShape::new(1, 1, 2, Dtype::F32).window(6);
-    CacheConfig::new(vec![first, second], BUDGET).ring(8).rollback(4).sinks(1).experts(3, 2).poison(true)
+    CacheConfig::new(vec![first, second], BUDGET).ring(8).rollback(4).sinks(1).experts(3, 2).nan_fill(true)
 }
 
 const BUDGET: u64 = 100_000;

@@ -19,7 +19,7 @@ const OWN: u32 = 70;
 
 fn config(evict: Option<Eviction>) -> CacheConfig {
     let layer = LayerShape::new(HEADS, 2 * HEADS, DIM as u32, Dtype::F32);
-    let config = CacheConfig::new(vec![layer; LAYERS], 64 << 20).ring(16).sinks(2).rollback(4).poison(true);
+    let config = CacheConfig::new(vec![layer; LAYERS], 64 << 20).ring(16).sinks(2).rollback(4).nan_fill(true);
     let config = config.tiers(Tiers::new().host(64 << 20)).backend(backend());
     evict.into_iter().fold(config, CacheConfig::evict)
 }

@@ -4,11 +4,10 @@
 use pikv::closed_loop::LoopError;
 use pikv::metrics::{Collector, Sink, StepMetrics};
 use pikv::policy::{
-    Budget, Candidates, Eviction, Feedback as Told, H2o, HeadSeen, KeyNorm, Lru, Policy, Scope, Seen, Token,
-    Tova,
+    Budget, Candidates, Eviction, H2o, HeadSeen, KeyNorm, Lru, MassFeedback, Policy, Scope, Seen, Token, Tova,
 };
 use pikv::router::{
-    CacheAware, Feedback, LoadBalanced, RouteError, Router, RouterKind, RouterState, Routes, Shape,
+    CacheAware, LoadBalanced, PageFeedback, RouteError, Router, RouterKind, RouterState, Routes, Shape,
 };
 use pikv::tiers::{PageStore, Tiers};
 use pikv::{
@@ -87,7 +86,7 @@ impl Policy for Fused {
         self.fuse.call();
         self.inner.name()
     }
-    fn feedback(&self) -> Told {
+    fn feedback(&self) -> MassFeedback {
         self.fuse.call();
         self.inner.feedback()
     }
@@ -369,8 +368,8 @@ fn a_policy_that_calls_the_cache_changes_nothing_of_the_call_that_it_is_in() {
         fn name(&self) -> &str {
             "busy"
         }
-        fn feedback(&self) -> Told {
-            Told::Mass
+        fn feedback(&self) -> MassFeedback {
+            MassFeedback::All
         }
         fn words(&self) -> usize {
             1
@@ -502,7 +501,7 @@ impl Router for Sulks {
         self.fuse.call();
         self.refuses()
     }
-    fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {
+    fn observe(&mut self, feedback: &PageFeedback<'_>) -> Result<(), RouteError> {
         self.fuse.call();
         self.refuses()?;
         self.inner.observe(feedback)

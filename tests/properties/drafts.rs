@@ -24,7 +24,7 @@ fn config(policy: Option<&str>, code: Option<Code>) -> CacheConfig {
         .ring(8)
         .rollback(DRAFT)
         .experts(EXPERTS, 1)
-        .poison(true)
+        .nan_fill(true)
         .backend(backend());
     if let Some(code) = code {
         config = config.compress(Codec::new(Coding::new(code), Coding::new(code)));

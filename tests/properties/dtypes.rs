@@ -92,7 +92,8 @@ impl Setup {
     fn cache(&self) -> Cache {
         let quest = matches!(self.read, ReadPages::Quest { .. });
         let config = CacheConfig::new(vec![self.shape], 1 << 26).ring(32).rollback(4).sinks(2);
-        let config = config.experts(EXPERTS, 1).lanes(self.lanes).bounds(quest).hits(Hits::new().every(1));
+        let config =
+            config.experts(EXPERTS, 1).lanes(self.lanes).key_bounds(quest).hits(Hits::new().every(1));
         let budget = || Budget::Tokens(120);
         let config = match self.rule {
             0 => config,

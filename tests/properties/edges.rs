@@ -8,7 +8,7 @@ use pikv::fabric::{InProcess, Options};
 use pikv::policy::{Budget, Eviction, H2o, KeyNorm, StreamingLlm};
 use pikv::report::{PageId, Place};
 use pikv::router::{
-    CacheAware, Feedback, LoadBalanced, RouteError, Router, RouterKind, RouterState, Routes, Shape,
+    CacheAware, LoadBalanced, PageFeedback, RouteError, Router, RouterKind, RouterState, Routes, Shape,
 };
 use pikv::shape::Frequencies;
 use pikv::shard::ShardMap;
@@ -185,8 +185,8 @@ impl Setup {
             .sinks(self.sinks)
             .rollback(self.slack)
             .experts(self.experts, self.experts.min(2))
-            .poison(true)
-            .bounds(matches!(self.read, ReadPages::Quest { .. }));
+            .nan_fill(true)
+            .key_bounds(matches!(self.read, ReadPages::Quest { .. }));
         if let Some(code) = self.code {
             config = config.compress(Codec::new(Coding::new(code), Coding::new(code)));
             if self.aged {
@@ -703,7 +703,7 @@ impl Router for Hostile {
         }
         self.of.route(first, logits, out)
     }
-    fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {
+    fn observe(&mut self, feedback: &PageFeedback<'_>) -> Result<(), RouteError> {
         if self.due("observe") {
             return Err(RouteError::Position { position: 7 });
         }
@@ -931,7 +931,7 @@ fn quest_with_a_factor() {
     for factor in [1.0 / 1024.0, 0.25, 1.0, 1.5, 32.0] {
         let frequencies = Frequencies::new(&[0.0, 0.0], factor).unwrap();
         let config =
-            CacheConfig::new(vec![layer], 1 << 20).ring(1).bounds(true).frequencies(0..1, frequencies);
+            CacheConfig::new(vec![layer], 1 << 20).ring(1).key_bounds(true).frequencies(0..1, frequencies);
         let cache = Cache::new(config).unwrap();
         let mut s = cache.sequence();
         // Page 0 wins by its turned channels, page 1 by the others, where the factor says so.
@@ -984,7 +984,7 @@ fn norm(position: u32) -> f32 {
 
 fn normed() -> Cache {
     let layer = LayerShape::new(1, 1, 4, Dtype::F32);
-    let config = CacheConfig::new(vec![layer], 1 << 20).ring(8).rollback(150).sinks(0).poison(true);
+    let config = CacheConfig::new(vec![layer], 1 << 20).ring(8).rollback(150).sinks(0).nan_fill(true);
     Cache::new(config.evict(Eviction::new(KeyNorm, Budget::Tokens(520)).batch(128))).unwrap()
 }
 

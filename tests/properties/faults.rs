@@ -48,7 +48,7 @@ fn windowed(window: u32) -> LayerShape {
 }
 
 fn config(layers: Vec<LayerShape>, ring: u32, rollback: u32) -> CacheConfig {
-    CacheConfig::new(layers, 1 << 28).ring(ring).rollback(rollback).poison(true)
+    CacheConfig::new(layers, 1 << 28).ring(ring).rollback(rollback).nan_fill(true)
 }
 
 /// The experts of token `id`.
@@ -397,7 +397,7 @@ fn positions_follow_row_order() {
 fn never_grows_past_its_budget() {
     let layers = vec![small(), shape(2, 1, layout(8, 8, Dtype::Bf16))];
     let budget = 50_000;
-    let cache = Cache::new(CacheConfig::new(layers, budget).ring(16).experts(2, 1).poison(true)).unwrap();
+    let cache = Cache::new(CacheConfig::new(layers, budget).ring(16).experts(2, 1).nan_fill(true)).unwrap();
     let mut sequence = cache.sequence();
     let mut refused = 0;
     for i in 0..2000 {
@@ -726,9 +726,9 @@ fn padding_is_never_read() {
         for dtype in Dtype::ALL {
             for lanes in Lanes::available() {
                 let layer = shape(1, 3, layout(k_dim, v_dim, dtype)).window(40);
-                let run = |poison: bool| {
+                let run = |fill: bool| {
                     let config = config(vec![layer, shape(1, 3, layer.layout)], 10, 5).experts(3, 1);
-                    let cache = Cache::new(config.lanes(lanes).poison(poison)).unwrap();
+                    let cache = Cache::new(config.lanes(lanes).nan_fill(fill)).unwrap();
                     let mut outputs = Vec::new();
                     for round in 0..3 {
                         let mut sequence = cache.sequence();
@@ -858,7 +858,8 @@ fn deep_forks_keep_their_own_tokens() {
 fn exhaustion_is_transactional() {
     let layers = vec![small(), shape(2, 1, layout(40, 40, Dtype::F32)), windowed(9)];
     for forked in [false, true] {
-        let config = CacheConfig::new(layers.clone(), 200_000).ring(8).rollback(4).experts(3, 1).poison(true);
+        let config =
+            CacheConfig::new(layers.clone(), 200_000).ring(8).rollback(4).experts(3, 1).nan_fill(true);
         let cache = Cache::new(config).unwrap();
         let mut sequence = one_by_one(&cache, 0..60);
         let mut other = one_by_one(&cache, 100..110);

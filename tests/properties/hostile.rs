@@ -9,7 +9,7 @@ use pikv::fabric::{Fabric, FabricError, InProcess, Options, RankStore};
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::report::PageMass;
 use pikv::router::{
-    Adaptive, CacheAware, Eplb, Feedback, Hashed, LoadBalanced, Router, RouterState, Routes, Shape, TopK,
+    Adaptive, CacheAware, Eplb, Hashed, LoadBalanced, PageFeedback, Router, RouterState, Routes, Shape, TopK,
 };
 use pikv::rules::Hits;
 use pikv::save::SaveError;
@@ -449,7 +449,7 @@ fn steps(router: &mut dyn Router, seed: u64) -> Routes {
     for step in 0..4 {
         routes.clear();
         router.route(Position(step as u32), &noise(seed + step, 3 * 8), &mut routes).unwrap();
-        router.observe(&Feedback::new(&[4; 8], &[0, 1, 2, 3, 4, 0, 0, 1]).remote_bytes(1 << 20)).unwrap();
+        router.observe(&PageFeedback::new(&[4; 8], &[0, 1, 2, 3, 4, 0, 0, 1]).remote_bytes(1 << 20)).unwrap();
     }
     routes
 }
@@ -519,7 +519,7 @@ fn saved() -> (Cache, Vec<Vec<u8>>) {
     let mut config =
         config().rollback(9).shards(ShardMap::ONE).evict_layer(0, Eviction::new(H2o, Budget::Tokens(80)));
     config.layers.iter_mut().for_each(|layer| layer.rope = None);
-    let cache = Cache::new(config.sinks(1).bounds(true).hits(Hits::new().pages(2).every(1))).unwrap();
+    let cache = Cache::new(config.sinks(1).key_bounds(true).hits(Hits::new().pages(2).every(1))).unwrap();
     let lengths = [40, 150, 290].into_iter().map(|tokens| {
         let mut sequence = cache.sequence();
         for step in 0..tokens / 10 {

@@ -90,7 +90,7 @@ impl Setup {
             .experts(self.experts, self.top_k)
             .shards(self.shards)
             .lanes(lanes[self.lanes % lanes.len()])
-            .poison(true)
+            .nan_fill(true)
             .backend(pikv_test::backend::backend());
         Cache::new(config).unwrap()
     }
@@ -243,7 +243,7 @@ struct PageModel {
 }
 
 #[derive(Clone, Debug, Default)]
-struct ChainModel {
+struct RunModel {
     pages: Vec<PageModel>,
     evicted: bool,
 }
@@ -254,15 +254,15 @@ struct Model {
     /// First position that no rollback can take away.
     kept: u32,
     /// `[layer][head]`, the sinks and then each run of experts.
-    chains: Vec<Vec<Vec<ChainModel>>>,
+    runs: Vec<Vec<Vec<RunModel>>>,
     evicted: bool,
 }
 
 impl Model {
     fn new(setup: &Setup) -> Model {
-        let head = || vec![ChainModel::default(); setup.experts as usize + 1];
-        let chains = setup.layers.iter().map(|l| (0..l.kv_heads).map(|_| head()).collect()).collect();
-        Model { tokens: Vec::new(), kept: 0, chains, evicted: false }
+        let head = || vec![RunModel::default(); setup.experts as usize + 1];
+        let runs = setup.layers.iter().map(|l| (0..l.kv_heads).map(|_| head()).collect()).collect();
+        Model { tokens: Vec::new(), kept: 0, runs, evicted: false }
     }
 
     fn len(&self) -> u32 {
@@ -286,7 +286,7 @@ impl Model {
                 if c > 0 && !files {
                     continue;
                 }
-                for head in &mut self.chains[l] {
+                for head in &mut self.runs[l] {
                     match head[c].pages.last_mut() {
                         Some(page) if !page.gone && page.positions.len() < PAGE as usize => {
                             page.positions.push(p)
@@ -297,8 +297,8 @@ impl Model {
             }
             let Some(window) = shape.window else { continue };
             let seen = len.saturating_sub(window + setup.rollback);
-            for chain in self.chains[l].iter_mut().flat_map(|head| &mut head[1..]) {
-                for page in chain.pages.iter_mut().filter(|page| !page.gone) {
+            for run in self.runs[l].iter_mut().flat_map(|head| &mut head[1..]) {
+                for page in run.pages.iter_mut().filter(|page| !page.gone) {
                     if page.positions.len() < PAGE as usize || page.positions[PAGE as usize - 1] >= seen {
                         break;
                     }
@@ -312,25 +312,25 @@ impl Model {
     fn rollback(&mut self, setup: &Setup, n: u32) {
         self.tokens.truncate((self.len() - n) as usize);
         let left = self.len().saturating_sub(setup.ring);
-        for chain in self.chains.iter_mut().flatten().flatten() {
-            for page in &mut chain.pages {
+        for run in self.runs.iter_mut().flatten().flatten() {
+            for page in &mut run.pages {
                 page.positions.retain(|p| *p < left);
             }
-            while chain.pages.last().is_some_and(|page| page.positions.is_empty()) {
-                chain.pages.pop();
+            while run.pages.last().is_some_and(|page| page.positions.is_empty()) {
+                run.pages.pop();
             }
         }
     }
 
     fn resident(&self, layer: usize, head: usize, position: u32) -> bool {
-        let pages = self.chains[layer][head].iter().flat_map(|c| &c.pages);
+        let pages = self.runs[layer][head].iter().flat_map(|c| &c.pages);
         pages.filter(|page| !page.gone).any(|page| page.positions.contains(&position))
     }
 
     fn bytes(&self, setup: &Setup) -> u64 {
         let tiles = u64::from(self.len().div_ceil(PAGE) - if self.len() == 0 { 0 } else { self.kept / PAGE });
         let mut sum = 0;
-        for (layer, heads) in setup.layers.iter().zip(&self.chains) {
+        for (layer, heads) in setup.layers.iter().zip(&self.runs) {
             for head in heads {
                 let pages = head.iter().flat_map(|c| &c.pages).filter(|page| !page.gone).count();
                 sum += (tiles + pages as u64) * layer.layout.bytes();
@@ -448,10 +448,10 @@ fn check(setup: &Setup, cache: &Cache, sequence: &Sequence, model: &Model) -> Re
         let (mut key, mut value) = (vec![0.0; layout.k_dim as usize], vec![0.0; layout.v_dim as usize]);
         for head in 0..shape.kv_heads as usize {
             let mut want: Vec<(Place, usize, Vec<u32>, bool)> = Vec::new();
-            for (c, chain) in model.chains[l][head].iter().enumerate() {
+            for (c, run) in model.runs[l][head].iter().enumerate() {
                 let place = if c == 0 { Place::Sinks } else { Place::Run(c as u16 - 1) };
-                for (i, page) in chain.pages.iter().enumerate().filter(|(_, page)| !page.gone) {
-                    want.push((place, i, page.positions.clone(), !chain.evicted));
+                for (i, page) in run.pages.iter().enumerate().filter(|(_, page)| !page.gone) {
+                    want.push((place, i, page.positions.clone(), !run.evicted));
                 }
             }
             let filed: usize = want.iter().map(|(_, _, positions, _)| positions.len()).sum();
@@ -516,7 +516,7 @@ fn check(setup: &Setup, cache: &Cache, sequence: &Sequence, model: &Model) -> Re
     if !model.evicted {
         let (mut exact, mut most) = (0, 0);
         for (l, shape) in setup.layers.iter().enumerate() {
-            let filed = model.chains[l][0][1..].iter();
+            let filed = model.runs[l][0][1..].iter();
             let filed = filed.map(|c| c.pages.iter().map(|page| page.positions.len() as u32).sum::<u32>());
             let store = cache.store(l).unwrap();
             exact += store.bytes_at(shape, len, filed);
@@ -524,7 +524,7 @@ fn check(setup: &Setup, cache: &Cache, sequence: &Sequence, model: &Model) -> Re
         }
         prop_assert!(sequence.bytes() <= exact, "{} bytes, bytes_at {exact}", sequence.bytes());
         prop_assert!(sequence.bytes() <= most, "{} bytes, at most {most}", sequence.bytes());
-        let freed = model.chains.iter().flatten().flatten().flat_map(|c| &c.pages).any(|page| page.gone);
+        let freed = model.runs.iter().flatten().flatten().flat_map(|c| &c.pages).any(|page| page.gone);
         if !freed && model.kept == len.saturating_sub(setup.ring + setup.rollback) {
             prop_assert_eq!(sequence.bytes(), exact);
         }
@@ -796,10 +796,10 @@ impl Machine<'_> {
         prop_assert_eq!(got, Ok(()));
         let again = sequence.evict(layer, head, page.id);
         prop_assert_eq!(again, Err(Error::NoPage { layer, kv_head: head, page: page.id }));
-        let chain = &mut model.chains[layer][head][c];
-        let entry = chain.pages.iter_mut().find(|p| !p.gone && p.positions.first() == Some(&page.first.0));
+        let run = &mut model.runs[layer][head][c];
+        let entry = run.pages.iter_mut().find(|p| !p.gone && p.positions.first() == Some(&page.first.0));
         entry.unwrap().gone = true;
-        chain.evicted = true;
+        run.evicted = true;
         model.evicted = true;
         Ok(())
     }
@@ -838,9 +838,9 @@ impl Machine<'_> {
                 let i = self.pick(sequence);
                 let (sequence, model) = &mut self.live[i];
                 sequence.evict_all();
-                for chain in model.chains.iter_mut().flatten().flatten() {
-                    chain.evicted |= !chain.pages.is_empty();
-                    chain.pages.iter_mut().for_each(|page| page.gone = true);
+                for run in model.runs.iter_mut().flatten().flatten() {
+                    run.evicted |= !run.pages.is_empty();
+                    run.pages.iter_mut().for_each(|page| page.gone = true);
                 }
                 model.evicted = true;
             }

@@ -113,7 +113,7 @@ fn shape(kv_heads: u32, group: u32, dims: (u32, u32), dtype: Dtype, window: Opti
 }
 
 fn config(layers: Vec<LayerShape>, ring: u32, sinks: u32) -> CacheConfig {
-    CacheConfig::new(layers, BUDGET).ring(ring).sinks(sinks).experts(EXPERTS, TOP_K).poison(true)
+    CacheConfig::new(layers, BUDGET).ring(ring).sinks(sinks).experts(EXPERTS, TOP_K).nan_fill(true)
 }
 
 /// Portable lanes first: the others are compared with them.

@@ -181,7 +181,7 @@ fn rollback_experts_and_forms_of_reading_take_as_much_too() {
         soak(name, config(4).rollback(3).evict(eviction.clone()), ReadPages::Experts);
         let hits = config(4).hits(Hits::new().known(8));
         soak(name, hits.evict(eviction.clone()), ReadPages::Experts);
-        soak(name, config(2).bounds(true).evict(eviction), ReadPages::Quest { pages: 4 });
+        soak(name, config(2).key_bounds(true).evict(eviction), ReadPages::Quest { pages: 4 });
     }
 }
 

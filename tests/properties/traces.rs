@@ -174,9 +174,9 @@ impl Setup {
             .sinks(self.sinks)
             .rollback(self.slack)
             .experts(self.experts, self.experts.min(2))
-            .poison(true)
+            .nan_fill(true)
             .hits(Hits::new().pages(2).every(1).known(5))
-            .bounds(matches!(self.read, ReadPages::Quest { .. }));
+            .key_bounds(matches!(self.read, ReadPages::Quest { .. }));
         if let Some(code) = self.code {
             config = config.compress(Codec::new(Coding::new(code), Coding::new(code)));
             if self.aged && code == Code::Int8 {

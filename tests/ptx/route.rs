@@ -288,11 +288,8 @@ fn learns_with_the_bits_of_the_formulas() {
             let missed: Vec<u32> = wanted.iter().map(|n| (rng.next() % (u64::from(*n) + 1)) as u32).collect();
             let (keep_load, keep_miss) = (rng.of(&[0.0, 0.9, 0.99]), rng.of(&[0.0, 0.9, 0.5]));
             let (count_misses, of_page) = (rng.below(2), rng.of(&[0, 1, 32]));
-            let c = Coefficients {
-                alpha: rng.value(1.0).abs(),
-                lambda: rng.value(1.0).abs(),
-                beta: rng.value(1.0).abs(),
-            };
+            let [alpha, lambda, beta] = std::array::from_fn(|_| rng.value(1.0).abs());
+            let c = Coefficients::new(alpha, lambda, beta);
             let memory = &mut machine.memory;
             let kept = |on: bool, at: u64| if on { at } else { 0 };
             let at = [memory.put(&mu), memory.put(&m), memory.put(&h), memory.put(&next)];

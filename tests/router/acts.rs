@@ -3,8 +3,8 @@
 use crate::{logits, mix};
 use pikv::Position;
 use pikv::router::{
-    Adaptive, CacheAware, EntropyPenalised, Feedback, Hashed, Hierarchical, LoadBalanced, Router, RouterKind,
-    Routes, Shape, TopK,
+    Adaptive, CacheAware, EntropyPenalised, Hashed, Hierarchical, LoadBalanced, PageFeedback, Router,
+    RouterKind, Routes, Shape, TopK,
 };
 
 const TOKENS: u64 = 4000;
@@ -19,7 +19,7 @@ fn ranked(router: &mut dyn Router) -> Vec<Vec<u16>> {
         x.iter_mut().enumerate().for_each(|(e, x)| *x -= e as f32 / experts as f32);
         let mut routes = Routes::default();
         router.route(Position(t as u32), &x, &mut routes).unwrap();
-        router.observe(&Feedback::new(&wanted, &missed)).unwrap();
+        router.observe(&PageFeedback::new(&wanted, &missed)).unwrap();
         routes.filing().experts.clone()
     };
     (0..TOKENS).map(token).collect()

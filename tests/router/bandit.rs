@@ -2,11 +2,11 @@
 
 use crate::{logits, mix};
 use pikv::Position;
-use pikv::router::{Adaptive, Arm, Coefficients, Feedback, Router, Routes, Shape};
+use pikv::router::{Adaptive, Arm, Coefficients, PageFeedback, Router, Routes, Shape};
 
 /// Two arms, of which `good` misses fewer pages; the arms that were in use.
 fn toy(seed: u64, steps: u64, memory: f32, good: impl Fn(u64) -> usize) -> Vec<usize> {
-    let lambda = Coefficients { lambda: 0.2, ..Default::default() };
+    let lambda = Coefficients::new(0.0, 0.2, 0.0);
     let arms = vec![Arm::new(Coefficients::default(), 2), Arm::new(lambda, 1)];
     let options = Adaptive::new(2, seed).arms(arms).memory(memory);
     let mut router = options.router(Shape::new(8, 2)).unwrap();
@@ -19,7 +19,7 @@ fn toy(seed: u64, steps: u64, memory: f32, good: impl Fn(u64) -> usize) -> Vec<u
         assert_eq!(routes.fetch(), [2, 1][arm]);
         let noise = (mix(step) % 21) as u32;
         let missed = if arm == good(step) { 10 + noise } else { 50 + noise };
-        router.observe(&Feedback::new(&[100; 8], &[missed; 8])).unwrap();
+        router.observe(&PageFeedback::new(&[100; 8], &[missed; 8])).unwrap();
     }
     used
 }
@@ -55,7 +55,7 @@ fn the_bandit_is_its_seeds() {
 fn remote_bytes_and_imbalance_cost_reward() {
     // The first arm fetches twice the bytes, or files all on one expert; all else is equal.
     for (remote, alpha) in [(true, 0.0), (false, 2.0)] {
-        let second = Coefficients { alpha, ..Default::default() };
+        let second = Coefficients::new(alpha, 0.0, 0.0);
         let arms = vec![Arm::new(Coefficients::default(), 2), Arm::new(second, if remote { 1 } else { 2 })];
         let options = Adaptive::new(2, 1).arms(arms).remote_cost(0.05).imbalance_cost(0.5);
         let mut router = options.router(Shape::new(8, 2)).unwrap();
@@ -69,7 +69,7 @@ fn remote_bytes_and_imbalance_cost_reward() {
                 .collect();
             router.route(Position(0), &x, &mut Routes::default()).unwrap();
             let bytes = if remote { 10 - 8 * router.arm() as u64 } else { 0 };
-            router.observe(&Feedback::new(&[10; 8], &[1; 8]).remote_bytes(bytes << 20)).unwrap();
+            router.observe(&PageFeedback::new(&[10; 8], &[1; 8]).remote_bytes(bytes << 20)).unwrap();
         }
         let hits = used[200..].iter().filter(|arm| **arm == 1).count();
         assert!(hits >= 150, "{hits} of 200, remote {remote}");
@@ -87,7 +87,7 @@ fn old_sums_are_forgotten_step_by_step() {
         router.route(Position(step), &[1.0, 0.0], &mut Routes::default()).unwrap();
         // Half of the hits, then all of them: the reward of step i is 1 or 1/2.
         let missed = 2 * (step % 2);
-        router.observe(&Feedback::new(&[4; 2], &[missed; 2])).unwrap();
+        router.observe(&PageFeedback::new(&[4; 2], &[missed; 2])).unwrap();
         let reward = 1.0 - f64::from(missed) / 4.0;
         let arm = router.state().bandit.unwrap().arms[0];
         want = (0.5 * want.0 + 1.0, 0.5 * want.1 + reward);
@@ -103,11 +103,11 @@ fn an_arm_waits_for_a_step_that_wants_something() {
     let before = router.state();
     for step in 0..50 {
         router.route(Position(0), &logits(0, step, 4, 8), &mut Routes::default()).unwrap();
-        router.observe(&Feedback::new(&[0; 8], &[0; 8])).unwrap();
+        router.observe(&PageFeedback::new(&[0; 8], &[0; 8])).unwrap();
     }
     assert_eq!(router.state().bandit, before.bandit);
     assert_ne!(router.state().load, before.load);
     router.route(Position(0), &logits(0, 50, 4, 8), &mut Routes::default()).unwrap();
-    router.observe(&Feedback::new(&[4; 8], &[1; 8])).unwrap();
+    router.observe(&PageFeedback::new(&[4; 8], &[1; 8])).unwrap();
     assert_ne!(router.state().bandit, before.bandit);
 }

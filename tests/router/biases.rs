@@ -3,7 +3,7 @@
 use crate::{SHAPES, all};
 use pikv::Position;
 use pikv::router::{
-    CacheAware, EntropyPenalised, Feedback, LoadBalanced, Misses, Router, RouterKind, Routes, Shape,
+    CacheAware, EntropyPenalised, LoadBalanced, Misses, PageFeedback, Router, RouterKind, Routes, Shape,
 };
 
 fn one_row(router: &mut dyn Router, x: &[f32]) -> (Vec<u16>, Vec<u16>) {
@@ -19,19 +19,19 @@ fn a_missing_expert_is_ranked_lower_and_comes_back() {
         let mut router = CacheAware::default().misses(misses).router(Shape::new(4, 2)).unwrap();
         assert_eq!(one_row(&mut router, &x).0, [0, 1]);
         for _ in 0..10 {
-            router.observe(&Feedback::new(&[4; 4], &[0, 4, 0, 0])).unwrap();
+            router.observe(&PageFeedback::new(&[4; 4], &[0, 4, 0, 0])).unwrap();
         }
         assert_eq!(one_row(&mut router, &x), (vec![0, 2], vec![0, 1]));
         for _ in 0..100 {
-            router.observe(&Feedback::new(&[4; 4], &[0; 4])).unwrap();
+            router.observe(&PageFeedback::new(&[4; 4], &[0; 4])).unwrap();
         }
         assert_eq!(one_row(&mut router, &x).0, [0, 1]);
     }
     // The rate does not know how many pages there are, nor changes while nothing is wanted; the count does.
     let run = |misses, wanted: [u32; 2], missed: [u32; 2]| {
         let mut router = CacheAware::default().misses(misses).router(Shape::new(2, 1)).unwrap();
-        router.observe(&Feedback::new(&wanted, &missed)).unwrap();
-        router.observe(&Feedback::new(&[0, 0], &[0, 0])).unwrap();
+        router.observe(&PageFeedback::new(&wanted, &missed)).unwrap();
+        router.observe(&PageFeedback::new(&[0, 0], &[0, 0])).unwrap();
         router.miss().to_vec()
     };
     let rate = run(Misses::Rate, [1000, 10], [500, 5]);
@@ -47,7 +47,7 @@ fn an_overloaded_expert_is_ranked_lower() {
     let mut chosen = vec![];
     for _ in 0..400 {
         chosen.extend(one_row(&mut router, &x).0);
-        router.observe(&Feedback::new(&[0; 4], &[0; 4])).unwrap();
+        router.observe(&PageFeedback::new(&[0; 4], &[0; 4])).unwrap();
     }
     assert_eq!(chosen[0], 0);
     // At rest the biased scores are equal, so loads differ by the logits over alpha: 1.3, 1.1, 0.9, 0.7 times 50 of 200.
@@ -74,7 +74,7 @@ fn an_expert_that_the_gate_stays_undecided_about_is_ranked_lower() {
     router.discard();
     assert_eq!(router.state().entropy_next, [0.5; 3]);
     router.route(Position(0), &undecided.repeat(50), &mut Routes::default()).unwrap();
-    router.observe(&Feedback::new(&[0; 3], &[0; 3])).unwrap();
+    router.observe(&PageFeedback::new(&[0; 3], &[0; 3])).unwrap();
     let h = router.entropy();
     assert!((h[0] - 1.0).abs() < 0.01 && (h[1] - 0.8113).abs() < 0.01 && h[1] == h[2], "{h:?}");
     assert_eq!(one_row(&mut router, &near), (vec![1], vec![0]));
@@ -86,7 +86,7 @@ fn the_cap_holds_the_bias_and_the_weights_have_none() {
     let feedback = |cap| {
         let mut router = CacheAware::default().lambda(100.0).cap(cap).router(Shape::new(3, 2)).unwrap();
         for _ in 0..50 {
-            router.observe(&Feedback::new(&[9; 3], &[9, 0, 0])).unwrap();
+            router.observe(&PageFeedback::new(&[9; 3], &[9, 0, 0])).unwrap();
         }
         let mut routes = Routes::default();
         router.route(Position(0), &x, &mut routes).unwrap();

@@ -10,8 +10,8 @@ mod same;
 
 use pikv::Position;
 use pikv::router::{
-    Adaptive, CacheAware, EntropyPenalised, Feedback, Hashed, Hierarchical, LoadBalanced, Misses, RouteError,
-    Router, Routes, Shape, Start, TopK,
+    Adaptive, CacheAware, EntropyPenalised, Hashed, Hierarchical, LoadBalanced, Misses, PageFeedback,
+    RouteError, Router, Routes, Shape, Start, TopK,
 };
 
 fn mix(x: u64) -> u64 {
@@ -95,7 +95,7 @@ fn session(router: &mut dyn Router, steps: std::ops::Range<u64>, piece: usize) -
         assert_eq!(routes.rows(), rows);
         log.push(bits(&routes));
         let (wanted, missed) = pages(step, experts);
-        router.observe(&Feedback::new(&wanted, &missed).remote_bytes(step << 20)).unwrap();
+        router.observe(&PageFeedback::new(&wanted, &missed).remote_bytes(step << 20)).unwrap();
     }
     (log, router.state().to_bytes())
 }

@@ -3,8 +3,8 @@
 use crate::{KINDS, SHAPES, check_weights, logits, mix, pages, plain};
 use pikv::Position;
 use pikv::router::{
-    Biased, CacheAware, EntropyPenalised, Feedback, Hashed, Hierarchical, LoadBalanced, Misses, RouteError,
-    Router, Routes, Shape, Start, TopK,
+    Biased, CacheAware, EntropyPenalised, Hashed, Hierarchical, LoadBalanced, Misses, PageFeedback,
+    RouteError, Router, Routes, Shape, Start, TopK,
 };
 
 /// The formula in f64, with state of its own.
@@ -124,7 +124,7 @@ fn check_biased(mut router: Biased, mut oracle: Oracle, follows: bool, what: &st
             oracle.choices[usize::from(*e)] += 1.0;
         }
         let (wanted, missed) = pages(step, experts);
-        router.observe(&Feedback::new(&wanted, &missed)).unwrap();
+        router.observe(&PageFeedback::new(&wanted, &missed)).unwrap();
         oracle.observe(&wanted, &missed);
         let averages =
             [(router.load(), &oracle.mu), (router.miss(), &oracle.m), (router.entropy(), &oracle.h[0])];

@@ -3,8 +3,8 @@
 use crate::{all, session};
 use pikv::Position;
 use pikv::router::{
-    Adaptive, Arm, CacheAware, EntropyPenalised, Feedback, Hashed, Hierarchical, LoadBalanced, RouteError,
-    Router, RouterKind, RouterState, Routes, Shape, StateError, TopK,
+    Adaptive, Arm, CacheAware, EntropyPenalised, Hashed, Hierarchical, LoadBalanced, PageFeedback,
+    RouteError, Router, RouterKind, RouterState, Routes, Shape, StateError, TopK,
 };
 
 #[test]
@@ -24,11 +24,11 @@ fn bad_rows_are_refused_and_change_nothing() {
         assert!(matches!(err, RouteError::Length { what: "logits", got: 23, expected: 16, .. }));
         let err = router.route(Position::MAX, &[0.0; 16], &mut routes).unwrap_err();
         assert_eq!(err, RouteError::Position { position: u64::from(Position::MAX.0) + 1 });
-        let err = router.observe(&Feedback::new(&[0; 8], &[0; 7])).unwrap_err();
+        let err = router.observe(&PageFeedback::new(&[0; 8], &[0; 7])).unwrap_err();
         assert!(matches!(err, RouteError::Length { what: "missed", got: 7, expected: 8, .. }));
-        let err = router.observe(&Feedback::new(&[0; 9], &[0; 8])).unwrap_err();
+        let err = router.observe(&PageFeedback::new(&[0; 9], &[0; 8])).unwrap_err();
         assert!(matches!(err, RouteError::Length { what: "wanted", .. }));
-        let err = router.observe(&Feedback::new(&[2; 8], &[0, 0, 0, 3, 0, 0, 0, 0])).unwrap_err();
+        let err = router.observe(&PageFeedback::new(&[2; 8], &[0, 0, 0, 3, 0, 0, 0, 0])).unwrap_err();
         assert_eq!(err, RouteError::Feedback { expert: 3, missed: 3, wanted: 2 });
         assert_eq!((router.state(), routes.clone()), before);
         // Rows of another width need other routes.

@@ -23,11 +23,11 @@ fn config() -> CacheConfig {
         .rollback(3)
         .sinks(1)
         .experts(2, 1)
-        .bounds(true)
+        .key_bounds(true)
         .hits(Hits::new().pages(2).every(1))
         .compress_layer(0, Codec::new(Coding::new(Code::Int8), Coding::new(Code::Int4)))
         .evict_layer(1, Eviction::new(H2o, Budget::Tokens(70)).batch(1))
-        .poison(true)
+        .nan_fill(true)
 }
 
 /// Adds `n` tokens, one step each; the bits of what was attended.
@@ -158,7 +158,7 @@ fn another_configuration() {
         ("codecs", config().compress_layer(0, map(0.25))),
         ("policies", config().evict_layer(1, Eviction::new(H2o, Budget::Tokens(71)).batch(1))),
         ("policies", config().evict_layer(1, Eviction::new(SnapKv::default(), Budget::Tokens(70)).batch(1))),
-        ("bounds", config().bounds(false)),
+        ("bounds", config().key_bounds(false)),
         ("hits", config().hits(Hits::new().pages(3).every(1))),
     ];
     for (i, (part, config)) in others.into_iter().enumerate() {
@@ -179,7 +179,7 @@ fn another_configuration() {
     ] {
         assert!(matches!(damage(&Cache::new(b).unwrap(), &saved(a, 9)), SaveError::Configuration { .. }));
     }
-    let mut elsewhere = config().shards(ShardMap::spread(3).unwrap()).poison(false).wipe(true);
+    let mut elsewhere = config().shards(ShardMap::spread(3).unwrap()).nan_fill(false).wipe(true);
     elsewhere.budget = 1 << 18;
     assert!(Cache::new(elsewhere).unwrap().restore(&mut &bytes[..]).is_ok());
 }
@@ -280,7 +280,7 @@ fn writers_that_refuse_budgets_that_are_full_and_steps_that_were_leaked() {
 /// and tokens that are merged while a fork reads their pages leave lanes of those pages free.
 #[test]
 fn nothing_of_other_sequences_is_saved() {
-    let mut config = config().poison(false);
+    let mut config = config().nan_fill(false);
     config.budget = 1 << 17;
     let bytes = [0, 400].map(|before| {
         let cache = Cache::new(config.clone()).unwrap();

@@ -125,7 +125,7 @@ fn hits_are_in_the_first_tier() {
     let control = Arc::new(Control::default());
     let hits = Hits::new().pages(4).every(1);
     let tiers = fake(Tiers::new(), 1 << 20, &control);
-    let cache = Cache::new(config(1, 1 << 20).bounds(true).hits(hits).tiers(tiers)).unwrap();
+    let cache = Cache::new(config(1, 1 << 20).key_bounds(true).hits(hits).tiers(tiers)).unwrap();
     let mut sequence = filled(&cache, 8 + 32 * 4);
     sequence.demote(2 * PAGE_BYTES).unwrap();
     let mut report = StepReport::default();

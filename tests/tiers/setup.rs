@@ -113,7 +113,7 @@ pub const PAGE_BYTES: u64 = 1664;
 
 /// Layers of `shape`, a ring of 8 tokens.
 pub fn config(layers: usize, budget: u64) -> CacheConfig {
-    CacheConfig::new(vec![shape(); layers], budget).ring(8).poison(true).backend(backend())
+    CacheConfig::new(vec![shape(); layers], budget).ring(8).nan_fill(true).backend(backend())
 }
 
 pub fn append(step: &mut Step<'_>, layer: usize, n: u32, seed: u64) {

@@ -49,7 +49,7 @@ impl Layer {
         bounds: bool,
     ) -> Result<Layer> {
         let shape = LayerShape::new(KV_HEADS as u32, QUERY_HEADS as u32, DIM as u32, Dtype::Bf16);
-        let config = CacheConfig::new(vec![shape], 8 << 30).ring(RING).sinks(4).bounds(bounds);
+        let config = CacheConfig::new(vec![shape], 8 << 30).ring(RING).sinks(4).key_bounds(bounds);
         let config = config.experts(experts, top_k);
         let cache = Cache::new(match codec {
             Some(codec) => config.compress(codec),

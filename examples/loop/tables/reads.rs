@@ -65,7 +65,7 @@ fn nats(sheet: &mut Sheet, subject: &Subject, ids: &[u32], length: usize, others
     let (experts, top_k) = subject.experts;
     let text = Text { ids: &ids[..=TOKENS], window: length };
     let budget = (length / 4) as u32;
-    let selects = |read| Row::of("none", false, |config| config.bounds(true)).selecting(read);
+    let selects = |read| Row::of("none", false, |config| config.key_bounds(true)).selecting(read);
     // Quest ignores experts, so one top_k is enough.
     let all = [
         ("exact", selects(ReadPages::All)),

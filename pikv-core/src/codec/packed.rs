@@ -131,7 +131,7 @@ impl Packed {
 
     /// Rows of 32 words that K takes, without its basis.
     #[inline(always)]
-    pub const fn k_rows(&self) -> u32 {
+    pub(super) const fn k_rows(&self) -> u32 {
         match self.k_side {
             Side::Means { level } => self.k_words().div_ceil(1 << level),
             _ => self.k_words(),
@@ -140,7 +140,7 @@ impl Packed {
 
     /// Groups of 32 stored channels of a key.
     #[inline(always)]
-    pub const fn k_cols(&self) -> u32 {
+    pub(super) const fn k_cols(&self) -> u32 {
         self.k_dim.div_ceil(PAGE)
     }
 
@@ -156,15 +156,12 @@ impl Packed {
     /// Groups of 32 channels of a query for these keys.
     #[inline(always)]
     pub const fn query_cols(&self) -> u32 {
-        match self.k_side {
-            Side::Basis { wide } => wide.div_ceil(PAGE),
-            _ => self.k_cols(),
-        }
+        self.query_dim().div_ceil(PAGE)
     }
 
     /// Slots of K's table: means, or basis vectors and the mean after them.
     #[inline(always)]
-    pub const fn k_slots(&self) -> u32 {
+    pub(super) const fn k_slots(&self) -> u32 {
         match self.k_side {
             Side::Tokens => PAGE,
             Side::Means { level } => PAGE >> level,
@@ -177,7 +174,7 @@ impl Packed {
 
     /// Code of K's table.
     #[inline(always)]
-    pub const fn k_table_code(&self) -> Code {
+    pub(super) const fn k_table_code(&self) -> Code {
         match self.k_side {
             Side::Basis { .. } => Code::F16,
             _ => self.k,
@@ -186,7 +183,7 @@ impl Packed {
 
     /// First word of K's table.
     #[inline(always)]
-    pub const fn k_table(&self) -> u32 {
+    pub(super) const fn k_table(&self) -> u32 {
         match self.k_side {
             Side::Basis { .. } => self.k_base() + self.k_rows() * PAGE,
             _ => self.k_base(),
@@ -195,7 +192,7 @@ impl Packed {
 
     /// Rows of 32 words of K's table.
     #[inline(always)]
-    pub const fn k_table_rows(&self) -> u32 {
+    pub(super) const fn k_table_rows(&self) -> u32 {
         match self.k_side {
             Side::Basis { wide } => wide.div_ceil(Code::F16.per_word()).div_ceil(PAGE / self.k_slots()),
             _ => self.k_rows(),
@@ -204,7 +201,7 @@ impl Packed {
 
     /// Place of channel `c` of slot `slot` of K's table: the word, and the part in it.
     #[inline(always)]
-    pub const fn k_table_at(&self, slot: u32, c: u32) -> (u32, u32) {
+    pub(super) const fn k_table_at(&self, slot: u32, c: u32) -> (u32, u32) {
         let (n, together) = (self.k_table_code().per_word(), PAGE / self.k_slots());
         let (word, part) = (c / n, c % n);
         (self.k_table() + word / together * PAGE + word % together * self.k_slots() + slot, part)
@@ -212,7 +209,7 @@ impl Packed {
 
     /// Words that K's scales take.
     #[inline(always)]
-    pub const fn k_scale_words(&self) -> u32 {
+    pub(super) const fn k_scale_words(&self) -> u32 {
         match self.k.scale() {
             Scale::None => 0,
             Scale::Block => self.k.page_words() + self.k_cols() * self.k.blocks() * BYTES,
@@ -222,25 +219,25 @@ impl Packed {
 
     /// First word of K's scales.
     #[inline(always)]
-    pub const fn k_scales(&self) -> u32 {
+    pub(super) const fn k_scales(&self) -> u32 {
         TAGS
     }
 
     /// First word of K.
     #[inline(always)]
-    pub const fn k_base(&self) -> u32 {
+    pub(super) const fn k_base(&self) -> u32 {
         TAGS + self.k_scale_words()
     }
 
     /// Whether a word of V has codes of one channel of several tokens.
     #[inline(always)]
-    pub const fn v_across(&self) -> bool {
+    pub(super) const fn v_across(&self) -> bool {
         matches!(self.v.scale(), Scale::Affine | Scale::Block)
     }
 
     /// Words from one row of V to the next: enough for a value's channels, and 4, 8, 16 or a multiple of 8.
     #[inline(always)]
-    pub const fn v_stride(&self) -> u32 {
+    pub(super) const fn v_stride(&self) -> u32 {
         if self.v_across() {
             return self.v_dim.next_multiple_of(8);
         }
@@ -253,7 +250,7 @@ impl Packed {
 
     /// Words of 32 that belong to one row: the stride if the lanes read several rows at once, else 32.
     #[inline(always)]
-    pub const fn v_words(&self) -> u32 {
+    pub(super) const fn v_words(&self) -> u32 {
         match self.v_stride() {
             words @ 0..=16 if !self.v_across() => words,
             _ => PAGE,
@@ -262,19 +259,19 @@ impl Packed {
 
     /// Groups of 32 words in a row of V.
     #[inline(always)]
-    pub const fn v_cols(&self) -> u32 {
+    pub(super) const fn v_cols(&self) -> u32 {
         self.v_stride().div_ceil(PAGE)
     }
 
     /// Parts of a word of V that hold channels.
     #[inline(always)]
-    pub const fn v_parts(&self) -> u32 {
+    pub(super) const fn v_parts(&self) -> u32 {
         self.v_dim.div_ceil(self.v_stride())
     }
 
     /// Parts that share a scale: about 32 channels.
     #[inline(always)]
-    pub const fn v_group_parts(&self) -> u32 {
+    pub(super) const fn v_group_parts(&self) -> u32 {
         match self.v_stride() {
             // A power of two. (A device's compiler may hoist a division to where the stride differs, and divide by 0.)
             words @ 0..=16 => PAGE >> words.trailing_zeros(),
@@ -284,13 +281,13 @@ impl Packed {
 
     /// Scale groups of a value in one group of 32 words.
     #[inline(always)]
-    pub const fn v_col_groups(&self) -> u32 {
+    pub(super) const fn v_col_groups(&self) -> u32 {
         self.v_parts().div_ceil(self.v_group_parts())
     }
 
     /// Groups of channels of a value that have a scale.
     #[inline(always)]
-    pub const fn v_groups(&self) -> u32 {
+    pub(super) const fn v_groups(&self) -> u32 {
         match self.v.scale() {
             Scale::None => 0,
             Scale::Block => self.v_cols() * self.v.blocks(),
@@ -300,7 +297,7 @@ impl Packed {
 
     /// Words that V's scales take.
     #[inline(always)]
-    pub const fn v_scale_words(&self) -> u32 {
+    pub(super) const fn v_scale_words(&self) -> u32 {
         match self.v.scale() {
             Scale::Block => self.v.page_words() + self.v_groups() * BYTES,
             _ => self.v_groups() * PAGE,
@@ -309,19 +306,19 @@ impl Packed {
 
     /// First word of V's scales.
     #[inline(always)]
-    pub const fn v_scales(&self) -> u32 {
+    pub(super) const fn v_scales(&self) -> u32 {
         self.k_table() + self.k_table_rows() * PAGE
     }
 
     /// First word of V.
     #[inline(always)]
-    pub const fn v_base(&self) -> u32 {
+    pub(super) const fn v_base(&self) -> u32 {
         self.v_scales() + self.v_scale_words()
     }
 
     /// Rows of V, without its basis: means, or rows for all tokens; a multiple of the rows that the lanes read at once.
     #[inline(always)]
-    pub const fn v_rows(&self) -> u32 {
+    pub(super) const fn v_rows(&self) -> u32 {
         match self.v_side {
             Side::Means { level } => (PAGE >> level).next_multiple_of(PAGE / self.v_words()),
             // 32 bits of a channel fill a word.
@@ -341,7 +338,7 @@ impl Packed {
 
     /// First word of V's table: rows of [`Packed::v_out`]'s stride.
     #[inline(always)]
-    pub const fn v_table(&self) -> u32 {
+    pub(super) const fn v_table(&self) -> u32 {
         match self.v_side {
             Side::Basis { .. } => self.v_base() + self.v_stride() * self.v_rows(),
             _ => self.v_base(),
@@ -350,7 +347,7 @@ impl Packed {
 
     /// Rows of V's table.
     #[inline(always)]
-    pub const fn v_table_rows(&self) -> u32 {
+    pub(super) const fn v_table_rows(&self) -> u32 {
         match self.v_side {
             Side::Basis { .. } => (self.v_dim + 1).next_multiple_of(PAGE / self.v_out().v_words()),
             _ => self.v_rows(),
@@ -360,10 +357,7 @@ impl Packed {
     /// Words of a page.
     #[inline(always)]
     pub const fn words(&self) -> u32 {
-        match self.v_side {
-            Side::Basis { .. } => self.v_table() + self.v_out().v_stride() * self.v_table_rows(),
-            _ => self.v_base() + self.v_stride() * self.v_rows(),
-        }
+        self.v_table() + self.v_out().v_stride() * self.v_table_rows()
     }
 
     /// Bytes of a page: codes, scales, positions and padding.
@@ -390,46 +384,37 @@ impl Packed {
     /// `j * v_stride + col * 32 + i`.
     #[inline(always)]
     pub const fn acc_rows(&self) -> u32 {
-        match self.v_side {
-            Side::Basis { .. } => self.v_out().stored_acc_rows(),
-            _ => self.stored_acc_rows(),
-        }
+        self.v_out().stored_acc_rows()
     }
 
     /// [`acc_rows`](Packed::acc_rows) of the stored channels.
     #[inline(always)]
-    pub const fn stored_acc_rows(&self) -> u32 {
+    pub(super) const fn stored_acc_rows(&self) -> u32 {
         self.v_cols() * self.v_parts()
     }
 
     /// Channels of an output row.
     #[inline(always)]
     pub const fn out_dim(&self) -> u32 {
-        match self.v_side {
-            Side::Basis { wide } => wide,
-            _ => self.v_dim,
-        }
+        self.v_out().v_dim
     }
 
     /// Place where channel `c` of an output row is summed: the acc row and the lane in it.
     #[inline(always)]
     pub const fn acc_place(&self, c: u32) -> (u32, u32) {
-        match self.v_side {
-            Side::Basis { .. } => self.v_out().stored_acc_place(c),
-            _ => self.stored_acc_place(c),
-        }
+        self.v_out().stored_acc_place(c)
     }
 
     /// [`acc_place`](Packed::acc_place) of stored channel `c`.
     #[inline(always)]
-    pub const fn stored_acc_place(&self, c: u32) -> (u32, u32) {
+    pub(super) const fn stored_acc_place(&self, c: u32) -> (u32, u32) {
         let (part, word) = (c / self.v_stride(), c % self.v_stride());
         (word / PAGE * self.v_parts() + part, word % PAGE)
     }
 
     /// The scale group of channel `c` of V.
     #[inline(always)]
-    pub const fn v_group(&self, c: u32) -> u32 {
+    pub(super) const fn v_group(&self, c: u32) -> u32 {
         if matches!(self.v.scale(), Scale::Block) {
             return c * self.v.blocks() / PAGE;
         }

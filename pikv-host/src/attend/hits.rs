@@ -3,15 +3,15 @@
 use crate::attend::options::ReadPages;
 use crate::attend::select::{folded, largest};
 use crate::base::host_slice::HostSlice;
-use crate::base::ids::{Place, chain_place};
+use crate::base::ids::{Place, run_place};
 use crate::base::scratch::emptied;
 use crate::codec::HeadCodec;
 use crate::config::hits::Hits;
 use crate::config::shape::CacheShape;
-use crate::pages::chain::Chain;
 use crate::pages::entry::Held;
 use crate::pages::filing::Layer;
 use crate::pages::ghosts::{self, Mark};
+use crate::pages::run::Run;
 use crate::router::met::{Met, combined};
 use pikv_core::bound;
 use pikv_core::page::PAGE;
@@ -132,7 +132,7 @@ impl Asking<'_> {
                 let read = experts.as_ref().is_none_or(|(_, read)| read.contains(&expert));
                 let mut held = 0;
                 for c in sharing.runs_of(expert, first, last).into_iter().map(|run| 1 + usize::from(run)) {
-                    let (tokens, away) = head.chains[c].held(codec, (c, expert), first..last + 1);
+                    let (tokens, away) = head.runs[c].held(codec, (c, expert), first..last + 1);
                     held += tokens;
                     far += away;
                 }
@@ -158,7 +158,7 @@ impl Asking<'_> {
     }
 }
 
-impl Chain {
+impl Run {
     /// Number of live tokens of home expert `expert` at `positions` in the first tier, and bytes of pages on other ranks that have some;
     /// this is the run with index `c`. `O(log pages)`, plus the tokens of the pages.
     fn held(
@@ -167,7 +167,7 @@ impl Chain {
         (c, expert): (usize, u16),
         positions: Range<u32>,
     ) -> (u32, u64) {
-        let Place::Run(run) = chain_place(c) else { return (0, 0) };
+        let Place::Run(run) = run_place(c) else { return (0, 0) };
         let (mut held, mut far) = (0, 0);
         for entry in self.entries.range(self.first_with(positions.start)..) {
             if entry.live == 0 {

@@ -5,13 +5,13 @@ use crate::attend::job::Job;
 use crate::attend::options::ReadPages;
 use crate::attend::select::{self, Selection};
 use crate::attend::view::View;
-use crate::base::ids::{PageId, Place, chain_place};
+use crate::base::ids::{PageId, Place, run_place};
 use crate::base::parallel::{MANY, each_mut};
 use crate::codec::HeadCodec;
 use crate::memory::arena::Page;
-use crate::pages::chain::Chain;
 use crate::pages::entry::{Away, Closed, Entry, Held};
 use crate::pages::head::Head;
+use crate::pages::run::Run;
 use crate::tiers::Stored;
 use pikv_core::attend::filled;
 use pikv_core::bound;
@@ -31,7 +31,7 @@ impl<'a> Job<'a> {
     pub fn grow(&self, forests: &mut [Forest<'a>]) {
         let pages = |forest: &Forest<'_>| -> usize {
             let View { layer, .. } = self.views[forest.view];
-            layer.heads[forest.head].chains.iter().map(|(_, chain)| chain.entries.len()).sum()
+            layer.heads[forest.head].runs.iter().map(|(_, run)| run.entries.len()).sum()
         };
         if forests.iter().map(pages).sum::<usize>() >= MANY {
             each_mut(forests, |_, forest| self.list(forest));
@@ -44,21 +44,21 @@ impl<'a> Job<'a> {
     fn list(&self, forest: &mut Forest<'a>) {
         let (view, head) = (forest.view, forest.head);
         let View { layer, len, .. } = self.views[view];
-        let Head { chains, ring, .. } = &layer.heads[head];
+        let Head { runs, ring, .. } = &layer.heads[head];
         let selection = self.selection(view, head);
-        let read = |c: usize, chain| entries(c, chain, selection.as_ref());
+        let read = |c: usize, run| entries(c, run, selection.as_ref());
         let ring_run = match layer.codecs[head].as_ref() {
             None => {
-                for (c, chain) in chains.iter() {
-                    forest.push_run(c as u32, read(c, chain).filter_map(whole));
+                for (c, run) in runs.iter() {
+                    forest.push_run(c as u32, read(c, run).filter_map(whole));
                 }
-                chains.most() as u32
+                runs.most() as u32
             }
             Some(codec) => {
                 for old in [false, true] {
                     let before = forest.runs.len();
-                    for (c, chain) in chains.experts() {
-                        let packed = read(c, chain).filter_map(|of| packed(of, codec, old));
+                    for (c, run) in runs.experts() {
+                        let packed = read(c, run).filter_map(|of| packed(of, codec, old));
                         forest.push_run(c as u32 - 1, packed);
                     }
                     forest.packed[usize::from(old)] = forest.runs.len() - before;
@@ -66,10 +66,10 @@ impl<'a> Job<'a> {
                         break;
                     }
                 }
-                forest.push_run(0, read(0, &chains[0]).filter_map(whole));
-                let open = chains.experts().flat_map(|(c, chain)| {
-                    let from = open_from(chain);
-                    let late = read(c, chain).skip_while(move |of| of.id.ordinal < from);
+                forest.push_run(0, read(0, &runs[0]).filter_map(whole));
+                let open = runs.experts().flat_map(|(c, run)| {
+                    let from = open_from(run);
+                    let late = read(c, run).skip_while(move |of| of.id.ordinal < from);
                     late.filter_map(move |of| Some((c as u32 - 1, open(of)?)))
                 });
                 forest.push_run(PACKED_RUN[0] + 1, open);
@@ -108,11 +108,11 @@ impl<'a> Job<'a> {
     pub fn oldest(&self, forest: &Forest<'_>) -> u32 {
         let View { layer, .. } = self.views[forest.view];
         let codec = self.codec(forest);
-        let first = |(_, chain): (usize, &Chain)| {
-            let entry = chain.entries.iter().find(|entry| entry.live != 0)?;
+        let first = |(_, run): (usize, &Run)| {
+            let entry = run.entries.iter().find(|entry| entry.live != 0)?;
             entry.position(codec, entry.live.trailing_zeros())
         };
-        let filed = layer.heads[forest.head].chains.experts().filter_map(first).min();
+        let filed = layer.heads[forest.head].runs.experts().filter_map(first).min();
         filed.unwrap_or(layer.filed)
     }
 }
@@ -167,27 +167,23 @@ fn open(ReadEntry { id, live, entry }: ReadEntry<'_>) -> Option<Listed<'_>> {
     }
 }
 
-/// Ordinal of the first page that may be open or have an original; all of these are at the end of a chain.
-fn open_from(chain: &Chain) -> u32 {
+/// Ordinal of the first page that may be open or have an original; all of these are at the end of a run.
+fn open_from(run: &Run) -> u32 {
     let packed = |entry: &&Entry| match &entry.held {
         Held::Closed(closed) => closed.original.is_none(),
         Held::Away(_) => true,
         _ => false,
     };
-    chain.entries.iter().rev().find(packed).map_or(0, |entry| entry.ordinal + 1)
+    run.entries.iter().rev().find(packed).map_or(0, |entry| entry.ordinal + 1)
 }
 
-/// Entries of chain `c` that are read.
-fn entries<'a>(
-    c: usize,
-    chain: &'a Chain,
-    selection: Option<&Selection>,
-) -> impl Iterator<Item = ReadEntry<'a>> {
+/// Entries of run `c` that are read.
+fn entries<'a>(c: usize, run: &'a Run, selection: Option<&Selection>) -> impl Iterator<Item = ReadEntry<'a>> {
     let lanes = move |entry: &Entry| selection.map_or(entry.live, |s| s.lanes(c, entry));
     let read = move |entry: &'a Entry| ReadEntry {
-        id: PageId { place: chain_place(c), ordinal: entry.ordinal },
+        id: PageId { place: run_place(c), ordinal: entry.ordinal },
         live: lanes(entry),
         entry,
     };
-    chain.entries.iter().map(read).filter(|of| of.live != 0)
+    run.entries.iter().map(read).filter(|of| of.live != 0)
 }

@@ -40,7 +40,7 @@ use crate::base::scratch::emptied;
 use crate::config::hits::Hits;
 use crate::memory::pool::Pool;
 use crate::policy::rule::Rule;
-use crate::tiers::{Early, Staged, Stored};
+use crate::tiers::{Prefetched, Staged, Stored};
 use pikv_core::plan::LayerShape;
 use std::mem;
 use std::ops::Range;
@@ -92,7 +92,7 @@ pub(crate) fn attend<'v>(
     tensors: Tensors<'_>,
     options: &Attend,
     noted: Option<Noted<'_>>,
-    ahead: Option<Early>,
+    ahead: Option<Prefetched>,
 ) -> Result<u64, Error> {
     let mut buffers = BUFFERS.take();
     let mut views: Vec<View<'_>> = emptied(mem::take(&mut buffers.views));
@@ -109,7 +109,7 @@ fn attend_views(
     mut tensors: Tensors<'_>,
     options: &Attend,
     noted: Option<Noted<'_>>,
-    ahead: Option<Early>,
+    ahead: Option<Prefetched>,
     buffers: &mut Buffers,
 ) -> Result<u64, Error> {
     let Call { executor, pool, layer, shape, rows } = call;
@@ -131,11 +131,11 @@ fn attend_views(
     start_forests(&job, &mut forests, &mut buffers.felled);
     job.grow(&mut forests);
     if let Some(tiers) = &pool.tiers {
-        let early = ahead.unwrap_or_default();
-        (staged, remote) = tiers.gather(layer, forests.iter().flat_map(Forest::away), early.ahead)?;
+        let prefetched = ahead.unwrap_or_default();
+        (staged, remote) = tiers.gather(layer, forests.iter().flat_map(Forest::away), prefetched.ahead)?;
         forests.iter_mut().for_each(|forest| forest.stage(&staged));
         lower.into_iter().for_each(|lower| note_lower(&job, &forests, lower));
-        _lifted = lift(pool, tiers, early.lifted, &mut forests)?;
+        _lifted = lift(pool, tiers, prefetched.lifted, &mut forests)?;
     }
     let mut wanted = mem::take(&mut buffers.wanted);
     let wants = Wants::new(pool, &job, sequences, &tensors, feeds.is_some(), &mut wanted);
@@ -166,7 +166,7 @@ fn attend_views(
 /// Checks the options of the call and of each sequence that has its own; returns the factor of the queries.
 fn check_options(call: &Call<'_>, sequences: &[View<'_>], options: &Attend) -> Result<f32, Error> {
     let Call { pool, layer, shape, .. } = *call;
-    let bounds = pool.shape.config.bounds;
+    let bounds = pool.shape.config.key_bounds;
     let factor = options.check(layer, shape, bounds)?;
     for View { rows, read, closed_gaps, .. } in sequences.iter().copied() {
         let own = Attend { read, closed_gaps, ..*options };
@@ -263,12 +263,12 @@ fn start_forests<'a>(job: &Job<'a>, forests: &mut Vec<Forest<'a>>, spare: &mut V
 fn lift(
     pool: &Pool,
     tiers: &Levels,
-    early: Option<Lifted>,
+    prefetched: Option<Lifted>,
     forests: &mut [Forest<'_>],
 ) -> Result<SmallVec<[Lifted; 2]>, Error> {
     let mut lifted: SmallVec<[Lifted; 2]> = SmallVec::new();
     let Some(device) = pool.shape.config.backend.device() else { return Ok(lifted) };
-    lifted.extend(early);
+    lifted.extend(prefetched);
     let known = |slot: &Arc<Stored>| lifted.iter().find_map(|lifted| lifted.address(slot));
     let all = forests.iter().flat_map(Forest::away_words);
     let late = device.lift(all.filter(|(slot, _)| known(slot).is_none()))?;
@@ -294,7 +294,7 @@ struct Wants<'a> {
 }
 
 impl<'a> Wants<'a> {
-    /// `fed` says whether feeds are collected; `wanted` is a list to fill.
+    /// `fed`: whether feeds are collected; `wanted`: a list to fill.
     fn new(
         pool: &'a Pool,
         job: &Job<'_>,

@@ -45,7 +45,7 @@ pub struct Attend {
 /// use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, ReadPages};
 ///
 /// let layer = LayerShape::new(1, 2, 4, Dtype::F32);
-/// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).bounds(true))?;
+/// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).key_bounds(true))?;
 /// let mut sequence = cache.sequence();
 /// let mut out = [0.0; 512 * 2 * 4];
 /// for n in [512, 1] {
@@ -69,7 +69,7 @@ pub enum ReadPages {
     /// [`route`](crate::Step::route) first. Each row is attended on its own.
     Experts,
     /// For each KV head the `pages` full pages with the highest bounds on their scores (Quest, arXiv 2406.10774), and each expert's
-    /// newest page. Needs [`CacheConfig::bounds`](crate::CacheConfig::bounds). The paper reads everything in the first two
+    /// newest page. Needs [`CacheConfig::key_bounds`](crate::CacheConfig::key_bounds). The paper reads everything in the first two
     /// layers. All query heads of a KV head read the same pages; each row is attended on its own. For packed pages the bounds are those
     /// of the keys before packing.
     Quest {
@@ -114,7 +114,7 @@ impl Attend {
     /// Factor of `q . k` that gives logits to base 2, or in units of the softcap.
     ///
     /// # Errors
-    /// An option out of range; [`Error::NoBounds`] for [`ReadPages::Quest`] unless `bounds`, which says whether the cache keeps bounds of pages;
+    /// An option out of range; [`Error::NoBounds`] for [`ReadPages::Quest`] unless `bounds` (the cache keeps key bounds);
     /// [`Error::NoRotation`] for closed gaps in a layer without RoPE.
     pub(crate) fn check(&self, layer: usize, shape: &LayerShape, bounds: bool) -> Result<f32, Error> {
         let Attend { scale, softcap, split, read, closed_gaps } = *self;

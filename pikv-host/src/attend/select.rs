@@ -1,10 +1,10 @@
 //! Selection of the expert pages that a row reads.
 
-use crate::base::ids::{Place, chain_place};
+use crate::base::ids::{Place, run_place};
 use crate::codec::HeadCodec;
-use crate::pages::chain::Chain;
 use crate::pages::entry::Entry;
 use crate::pages::head::Head;
+use crate::pages::run::Run;
 use pikv_core::bound;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
@@ -15,15 +15,15 @@ use pikv_lanes::Lanes;
 pub(crate) enum Selection {
     /// The tokens of these home experts.
     Experts(Vec<u16>),
-    /// `chosen` (chain and ordinal, ascending) among the pages that were full before the row's step, and all other pages. Tokens from
+    /// `chosen` (run and ordinal, ascending) among the pages that were full before the row's step, and all other pages. Tokens from
     /// `floor` on were then in the ring.
     Pages { chosen: Vec<(usize, u32)>, floor: u32 },
 }
 
 impl Selection {
-    /// The lanes, a bit each, that are read of the page of an entry of chain `c`; all tokens of the sinks are.
+    /// The lanes, a bit each, that are read of the page of an entry of run `c`; all tokens of the sinks are.
     pub fn lanes(&self, c: usize, entry: &Entry) -> u32 {
-        match (self, chain_place(c)) {
+        match (self, run_place(c)) {
             (Selection::Experts(experts), Place::Run(run)) => entry.live & entry.homes.among(run, experts),
             (Selection::Pages { chosen, floor }, Place::Run(_)) => {
                 let is_read =
@@ -59,7 +59,7 @@ pub(crate) fn folded(shape: &LayerShape, stretch: f32, queries: &[f32], all: &mu
 }
 
 /// Index of the first page of a run with a live token at position `lo`, where the row's window starts, or later.
-fn seen_from(chain: &Chain, codec: Option<&HeadCodec>, lo: u32) -> usize {
+fn seen_from(run: &Run, codec: Option<&HeadCodec>, lo: u32) -> usize {
     if lo == 0 {
         return 0;
     }
@@ -68,7 +68,7 @@ fn seen_from(chain: &Chain, codec: Option<&HeadCodec>, lo: u32) -> usize {
         let last = entry.live.checked_ilog2().and_then(|lane| entry.position(codec, lane));
         last.is_some_and(|last| last >= lo)
     };
-    chain.entries.iter().position(seen).unwrap_or(chain.entries.len())
+    run.entries.iter().position(seen).unwrap_or(run.entries.len())
 }
 
 /// Queries for bounds of pages, `[queries][rows]` with `rows` rows of lanes each.
@@ -91,7 +91,7 @@ pub(crate) fn largest(of: &[f32], n: usize, order: &mut Vec<usize>) {
 }
 
 /// The `n` full pages of a head, as of `floor`, with the highest bounds under the queries among those with a token at position `lo` or
-/// later; the lower chain and ordinal win a tie.
+/// later; the lower run and ordinal win a tie.
 pub(crate) fn highest(
     head: &Head,
     codec: Option<&HeadCodec>,
@@ -100,9 +100,9 @@ pub(crate) fn highest(
     n: usize,
 ) -> Selection {
     let (mut ids, mut pages) = (Vec::new(), Vec::new());
-    for (c, chain) in head.chains.experts() {
-        let from = seen_from(chain, codec, lo);
-        for entry in chain.entries.range(from..) {
+    for (c, run) in head.runs.experts() {
+        let from = seen_from(run, codec, lo);
+        for entry in run.entries.range(from..) {
             if let Some(bounds) = bounds(entry, floor).filter(|_| entry.live != 0) {
                 ids.push((c, entry.ordinal));
                 pages.push(bounds);

@@ -4,7 +4,7 @@ use crate::attend::hits::Fetched;
 use crate::attend::options::ReadPages;
 use crate::config::shape::CacheShape;
 use crate::pages::filing::Layer;
-use crate::policy::Feedback;
+use crate::policy::MassFeedback;
 use crate::policy::rule::Rule;
 use std::ops::Range;
 
@@ -57,7 +57,7 @@ impl<'a> View<'a> {
 
     /// Rows whose weights the layer's policy needs, as sets that are summed separately.
     pub fn cuts(&self, rule: Option<&Rule>) -> impl Iterator<Item = Range<u32>> + use<> {
-        let rule = rule.filter(|rule| rule.feedback != Feedback::None);
+        let rule = rule.filter(|rule| rule.feedback != MassFeedback::None);
         let (first, end) = (self.first, self.first + self.rows);
         let cuts = rule.map(|rule| rule.cuts(first, end)).into_iter().flatten();
         cuts.map(move |(_, told)| told.start - first..told.end - first)

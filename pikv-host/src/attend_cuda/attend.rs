@@ -8,7 +8,7 @@ use crate::base::rope_tables::Table;
 use crate::device::Device;
 use crate::device::driver::arguments;
 use crate::device::ring::Upload;
-use crate::device::work::{Way, Work};
+use crate::device::work::{Direction, Work};
 use pikv_core::codec::back;
 use pikv_core::codec::factors::FactorScratch;
 use pikv_core::codec::read::{REBUILT, Scratch};
@@ -280,7 +280,7 @@ impl Wave<'_> {
     /// The maps through which queries are folded, for the codecs of [`Wave::packed`]; empty unless `any`.
     fn fold_maps(&self, work: &mut Work, device: &Device, any: bool) -> Result<Vec<FoldMapArg>, Error> {
         let of = |of: &Packed<'_>| {
-            let map = work.map(&device.stream, of.codec.codec.k.mapped(), Way::Back)?;
+            let map = work.map(&device.stream, of.codec.codec.k.mapped(), Direction::Back)?;
             let (narrow, cols) = (of.codec.packed.query_dim(), of.codec.packed.query_cols());
             Ok(FoldMapArg { map, narrow, cols })
         };
@@ -290,7 +290,7 @@ impl Wave<'_> {
     /// For each codec, the layout and the map of its values.
     fn heads(&self, work: &mut Work, device: &Device) -> Result<Vec<HeadArg>, Error> {
         let head = |codec: &&crate::codec::HeadCodec| {
-            let map = work.map(&device.stream, codec.codec.v.mapped(), Way::Sum)?;
+            let map = work.map(&device.stream, codec.codec.v.mapped(), Direction::Sum)?;
             Ok(HeadArg { packed: PackedArg::from(codec.packed.v_out()), map })
         };
         self.heads.iter().map(head).collect()
@@ -325,7 +325,7 @@ impl Packed<'_> {
         let layout = LayoutArg::from(shape.of.layout);
         if factored {
             let q = if whole > 0 { q } else { folded };
-            let map = work.map(stream, self.codec.codec.k.mapped(), Way::Back)?;
+            let map = work.map(stream, self.codec.codec.k.mapped(), Direction::Back)?;
             // SAFETY: the parameters of `attend_factors`, as those of `attend_packed_r*` and `attend_rebuilt_r*`.
             unsafe {
                 let arguments = arguments!(
@@ -337,7 +337,7 @@ impl Packed<'_> {
             return Ok(());
         }
         if whole > 0 {
-            let map = work.map(stream, self.codec.codec.k.mapped(), Way::Back)?;
+            let map = work.map(stream, self.codec.codec.k.mapped(), Direction::Back)?;
             // SAFETY: the parameters of `attend_rebuilt_r*`, as those of `attend_packed_r*`.
             unsafe {
                 let arguments = arguments!(

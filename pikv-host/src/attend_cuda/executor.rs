@@ -6,7 +6,7 @@ use crate::attend::forest::Forest;
 use crate::attend::job::{Job, TILE, Widest};
 use crate::attend::mass::Wanted;
 use crate::attend_cuda::attend::{Ends, Shape, To, WAVE};
-use crate::attend_cuda::late::{Late, Saw};
+use crate::attend_cuda::late::{Late, Readback};
 use crate::attend_cuda::wave::{Wave, most};
 use crate::base::device_slice::DeviceOutput;
 use crate::base::error::Error;
@@ -162,7 +162,7 @@ pub(crate) fn attend_in_place(
     feeds: &mut Vec<Feed>,
     queries: bool,
     late: &Late,
-) -> Result<Saw, Error> {
+) -> Result<Readback, Error> {
     let device = late.device().clone();
     let mut work = device.work()?;
     let stream = &device.stream;
@@ -185,18 +185,21 @@ pub(crate) fn attend_in_place(
     }
     let ends = Ends::Device { lse: lse.map_or(0, |lse| lse.address()), faults: late.fault(job.layer, 3) };
     waves(&device, &mut work, job, forests, wanted, To { out: out.into(), ends, mass }, &firsts)?;
-    let mut saw =
-        Saw { rows, q: job.on_device.filter(|_| queries).map(|on_device| on_device.q), ..Saw::default() };
-    let places = [(mass, 4 * floats), saw.q.map_or((0, 0), |q| (q.address(), q.bytes()))];
+    let mut readback = Readback {
+        rows,
+        q: job.on_device.filter(|_| queries).map(|on_device| on_device.q),
+        ..Readback::default()
+    };
+    let places = [(mass, 4 * floats), readback.q.map_or((0, 0), |q| (q.address(), q.bytes()))];
     if places.iter().any(|(_, bytes)| *bytes > 0) {
-        saw.down = Some(device.downs.bring(stream, &places)?);
+        readback.down = Some(device.downs.bring(stream, &places)?);
     }
     if let Some(wanted) = wanted {
         for ((forest, first), feed) in forests.iter().zip(firsts).zip(feeds.iter_mut()) {
             feed.weighed.start(forest, &wanted[forest.view]);
-            saw.masses.push((first, forest.passes().collect()));
+            readback.masses.push((first, forest.passes().collect()));
         }
     }
-    saw.feeds = mem::take(feeds);
-    Ok(saw)
+    readback.feeds = mem::take(feeds);
+    Ok(readback)
 }

@@ -44,7 +44,7 @@ fn split(words: &[u32], of: DeviceSlice) -> (Cow<'_, [f32]>, &[u32]) {
 
 /// Attention weights of a layer, on their way to the host.
 #[derive(Debug, Default)]
-pub struct Saw {
+pub struct Readback {
     pub feeds: Vec<Feed>,
     /// For each feed, its first row of masses, and its pages that are listed in several forms; empty if no masses are wanted.
     pub masses: Vec<(usize, Vec<usize>)>,
@@ -60,7 +60,7 @@ pub struct Saw {
 struct Layer {
     /// Keys and values of all rows.
     tokens: Option<(Down, [DeviceSlice; 2])>,
-    saw: Option<Saw>,
+    readback: Option<Readback>,
     sequences: Vec<Of>,
     scale: f32,
     /// Name of the dtype of outputs.
@@ -167,11 +167,11 @@ impl Session for Late {
         seen: &mut Vec<Feed>,
         asked: Asked,
     ) -> Result<(), Error> {
-        let saw = attend_in_place(job, forests, wanted, output, seen, asked.queries, self)?;
+        let readback = attend_in_place(job, forests, wanted, output, seen, asked.queries, self)?;
         // The last of several calls counts.
         self.forget(job.layer);
         let layer = &mut self.layers[job.layer];
-        (layer.scale, layer.out, layer.saw) = (job.scale, output.out.dtype().name(), Some(saw));
+        (layer.scale, layer.out, layer.readback) = (job.scale, output.out.dtype().name(), Some(readback));
         layer.sequences = asked.sequences;
         Ok(())
     }
@@ -187,14 +187,14 @@ impl Session for Late {
     }
 
     fn forget(&mut self, layer: usize) {
-        if let Some(Saw { down: Some(old), .. }) = self.layers[layer].saw.take() {
+        if let Some(Readback { down: Some(old), .. }) = self.layers[layer].readback.take() {
             self.device.downs.put_back(old);
         }
     }
 
     fn owes(&self) -> bool {
         let told = |layer: &Layer| {
-            layer.tokens.is_some() || layer.saw.as_ref().is_some_and(|saw| saw.down.is_some())
+            layer.tokens.is_some() || layer.readback.as_ref().is_some_and(|readback| readback.down.is_some())
         };
         self.layers.iter().any(told)
     }
@@ -235,8 +235,8 @@ impl Session for Late {
     }
 
     fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>> {
-        let Layer { saw, sequences, .. } = &mut self.layers[layer];
-        let Saw { mut feeds, masses, q, down, rows } = saw.take()?;
+        let Layer { readback, sequences, .. } = &mut self.layers[layer];
+        let Readback { mut feeds, masses, q, down, rows } = readback.take()?;
         let words = down.as_ref().map_or(&[][..], Down::words);
         let (mass, rest) = words.split_at(rows * LANES);
         let q = q.map(|q| split(rest, q).0);
@@ -257,8 +257,8 @@ impl Session for Late {
 
 impl Drop for Late {
     fn drop(&mut self) {
-        for Layer { tokens, saw, .. } in mem::take(&mut self.layers) {
-            let downs = tokens.map(|of| of.0).into_iter().chain(saw.and_then(|saw| saw.down));
+        for Layer { tokens, readback, .. } in mem::take(&mut self.layers) {
+            let downs = tokens.map(|of| of.0).into_iter().chain(readback.and_then(|readback| readback.down));
             downs.for_each(|down| self.device.downs.put_back(down));
         }
         // Later users of the memory come after this step in the stream.

@@ -122,7 +122,7 @@ struct Pushed<'p, 'a> {
     wanted: bool,
 }
 
-/// A forest's share of a wave.
+/// The part of a wave that one forest has.
 struct ForestPart {
     /// Index of the forest in the call.
     forest: usize,
@@ -130,7 +130,7 @@ struct ForestPart {
     page: u32,
     /// The tokens of its rows.
     tokens: Range<u32>,
-    /// Its entries of `weighed`.
+    /// Its entries in the list `weighed`.
     weighed: Range<u32>,
 }
 

@@ -22,7 +22,7 @@ pub(crate) struct Counts {
 }
 
 impl Counts {
-    /// Counts a chain that could not be compacted.
+    /// Counts a run that could not be compacted.
     pub fn uncompacted(&self) {
         self.uncompacted.fetch_add(1, Ordering::Relaxed);
     }

@@ -10,7 +10,7 @@ pub enum Place {
     /// First positions, in every sliding window.
     Sinks,
     /// Tokens outside the ring, in the run with this number. Where each expert has a run of its own, it is that of the tokens with this
-    /// home expert; `Cache::run_of` tells the run of an expert that shares.
+    /// home expert; `Cache::run_of` returns the run of an expert that shares.
     Run(u16),
     /// Newest tokens, by position.
     Ring,
@@ -41,8 +41,8 @@ impl fmt::Display for PageId {
     }
 }
 
-/// The run of chain `c`.
-pub(crate) fn chain_place(c: usize) -> Place {
+/// The name of run `c` of a head: 0 for the sinks, `1 + e` for run `e`.
+pub(crate) fn run_place(c: usize) -> Place {
     match c.checked_sub(1) {
         None => Place::Sinks,
         Some(e) => Place::Run(e as u16),

@@ -268,7 +268,7 @@ impl Sequence {
         for layer in &self.layers {
             for head in &layer.heads {
                 head.ring.iter().for_each(&mut *told);
-                let entries = head.chains.iter().flat_map(|(_, chain)| &chain.entries);
+                let entries = head.runs.iter().flat_map(|(_, run)| &run.entries);
                 entries.flat_map(|entry| entry.held.pages()).for_each(&mut *told);
             }
             layer.past.pages().flat_map(|held| held.pages()).for_each(&mut *told);
@@ -280,8 +280,8 @@ impl Sequence {
     /// Calls `told` for every page of a lower tier that the sequence refers to, for some pages several times.
     pub(crate) fn each_slot(&self, told: &mut dyn FnMut(&Arc<Stored>)) {
         for layer in &self.layers {
-            let entries = layer.heads.iter().flat_map(|head| head.chains.iter());
-            let held = entries.flat_map(|(_, chain)| &chain.entries).map(|entry| &entry.held);
+            let entries = layer.heads.iter().flat_map(|head| head.runs.iter());
+            let held = entries.flat_map(|(_, run)| &run.entries).map(|entry| &entry.held);
             let ahead = layer.sealed.iter().flat_map(Sealed::held);
             for held in held.chain(layer.past.pages()).chain(ahead) {
                 if let Held::Away(Away { slot, .. }) = held {

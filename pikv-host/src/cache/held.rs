@@ -1,7 +1,7 @@
 //! Lists and reads the pages of a sequence.
 
 use crate::base::error::Error;
-use crate::base::ids::{PageId, Place, chain_place};
+use crate::base::ids::{PageId, Place, run_place};
 use crate::cache::sequence::Sequence;
 use crate::codec::HeadCodec;
 use crate::memory::arena::Page;
@@ -65,16 +65,16 @@ impl Sequence {
         let (first_tile, codec) = (state.first_tile, state.codecs[kv_head].as_ref());
         let global_head = state.first_head + kv_head as u32;
         let in_common = state.is_shared();
-        let chains = head.chains.iter().flat_map(move |(c, chain)| {
-            chain.entries.iter().enumerate().filter_map(move |(i, entry)| {
-                let id = PageId { place: chain_place(c), ordinal: entry.ordinal };
+        let runs = head.runs.iter().flat_map(move |(c, run)| {
+            run.entries.iter().enumerate().filter_map(move |(i, entry)| {
+                let id = PageId { place: run_place(c), ordinal: entry.ordinal };
                 let away = match &entry.held {
                     Held::Away(away) => away.slot.rank_page().map(|kept| kept.rank()),
                     _ => None,
                 };
                 let shard =
                     away.unwrap_or_else(|| self.inner.shape.shard_of(id.place, id.ordinal, global_head));
-                Some(Found::new(entry, codec)?.info(id, shard, in_common || chain.shares(i)))
+                Some(Found::new(entry, codec)?.info(id, shard, in_common || run.shares(i)))
             })
         });
         let ring = head.ring.iter().enumerate().filter_map(move |(i, page)| {
@@ -83,7 +83,7 @@ impl Sequence {
             let id = PageId { place: Place::Ring, ordinal: tile };
             (fill > 0).then(|| Found::ring(page, fill).info(id, page.shard(), in_common))
         });
-        Ok(chains.chain(ring))
+        Ok(runs.chain(ring))
     }
 
     /// The tokens of a held page: the lane, which indexes the weights of [`PageMass`](crate::report::PageMass), and the position. A token
@@ -167,17 +167,17 @@ impl Sequence {
         let head = self.head(layer, kv_head)?;
         let PageId { place, ordinal } = page;
         let state = &self.layers[layer];
-        let chain = match place {
+        let run = match place {
             Place::Ring => {
                 let at = ordinal.checked_sub(state.first_tile);
                 let page = at.and_then(|at| head.ring.get(at as usize));
                 let fill = self.len.saturating_sub(ordinal.saturating_mul(PAGE)).min(PAGE);
                 return Ok(page.map(|page| Found::ring(page, fill)));
             }
-            Place::Sinks => head.chains.get(0),
-            Place::Run(e) => head.chains.get(usize::from(e) + 1),
+            Place::Sinks => head.runs.get(0),
+            Place::Run(e) => head.runs.get(usize::from(e) + 1),
         };
-        let entry = chain.and_then(|chain| chain.entry(ordinal));
+        let entry = run.and_then(|run| run.entry(ordinal));
         Ok(entry.and_then(|entry| Found::new(entry, state.codecs[kv_head].as_ref())))
     }
 }

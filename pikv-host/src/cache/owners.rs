@@ -1,19 +1,19 @@
 //! Pages that may move between tiers, and moves that every list of these pages takes part in.
 //!
-//! Sequences share layers, lists of pages and pages. The bytes of a page in the first tier are free once its last handle is gone, so a page
+//! Sequences share layers, lists of pages and pages. The bytes of a page in the first tier are free once its last handle is dropped, so a page
 //! moves down only if all its handles lie in the sequences given. It is written once, and all lists refer to the copy. Layers and lists
 //! that were shared are shared afterwards.
 
 use crate::base::chunks::{Common, Rewritten};
 use crate::base::error::Error;
-use crate::base::ids::chain_place;
+use crate::base::ids::run_place;
 use crate::cache::inner::Inner;
 use crate::cache::sequence::Sequence;
 use crate::codec::HeadCodec;
 use crate::memory::arena::{Near, Page};
-use crate::pages::chain::Chain;
 use crate::pages::entry::{Away, Closed, Entry, Held};
 use crate::pages::filing::Layer;
+use crate::pages::run::Run;
 use crate::tiers::{Level, Stored};
 use pikv_core::page::PAGE;
 use pikv_core::warp::LANES;
@@ -92,9 +92,9 @@ struct Shared<'a> {
 /// A part of the list of a run.
 struct List<'a> {
     entries: &'a [Entry],
-    run: &'a Chain,
+    run: &'a Run,
     codec: Option<&'a HeadCodec>,
-    /// Layer, head and chain.
+    /// Layer, head and run.
     at: (usize, usize, usize),
     /// Index of the head over all layers.
     global: u32,
@@ -107,7 +107,7 @@ struct List<'a> {
 /// A page that lies in a lower tier, or may move there.
 pub(crate) struct Movable<'a> {
     entry: &'a Entry,
-    run: &'a Chain,
+    run: &'a Run,
     codec: Option<&'a HeadCodec>,
     at: (usize, usize, usize),
     global: u32,
@@ -210,7 +210,7 @@ fn lists<'a>(owners: &'a [Owner<'_>], range: Range<usize>) -> (References<List<'
     for (own, Shared { layer, index, kept, turn }) in layers.all() {
         for (h, head) in layer.heads.iter().enumerate() {
             let codec = layer.codecs[h].as_ref();
-            for (c, run) in head.chains.experts() {
+            for (c, run) in head.runs.experts() {
                 tied.extend(run.tied.iter().filter_map(|ordinal| run.entry(*ordinal)?.key()));
                 for (holders, entries) in run.entries.parts() {
                     let (at, global) = ((index, h, c), layer.first_head + h as u32);
@@ -263,7 +263,7 @@ impl Movable<'_> {
         };
         let ordinal = self.entry.ordinal;
         let before = ordinal.checked_sub(1).and_then(|i| self.run.entry(i)?.page());
-        let shard = inner.shape.shard_of(chain_place(self.at.2), ordinal, self.global);
+        let shard = inner.shape.shard_of(run_place(self.at.2), ordinal, self.global);
         let (mut pages, near) = (inner.pool.arenas.reserve(slot.bytes())?, Near::next(before));
         let mut fresh = pages.take(shard, slot.words() as u32, near)?;
         match fresh.words_mut() {
@@ -330,13 +330,13 @@ impl Rewrite<'_> {
             *layer = after.clone();
             return changed;
         }
-        let entries = layer.heads.iter().flat_map(|head| head.chains.experts());
+        let entries = layer.heads.iter().flat_map(|head| head.runs.experts());
         let changed = entries.flat_map(|(_, run)| &run.entries).any(|entry| self.is_moved(entry));
         let before = (holders > 1).then(|| layer.clone());
         if changed {
             let (moves, lists) = (self.moves, &mut self.lists);
             let moved = |entry: &Entry| entry.key().and_then(|key| moves.get(&key));
-            let runs = Common::own(layer).heads.iter_mut().flat_map(|head| head.chains.experts_mut());
+            let runs = Common::own(layer).heads.iter_mut().flat_map(|head| head.runs.experts_mut());
             for (_, run) in runs {
                 run.entries.rewrite(lists, &|entry| moved(entry).is_some(), &mut |entry| {
                     if let Some(moved) = moved(entry) {

@@ -350,7 +350,7 @@ impl Sequence {
         for layer in layers.own() {
             for head in &layer.heads {
                 head.ring.iter().for_each(&mut note);
-                let parts = head.chains.iter().flat_map(|(_, chain)| chain.entries.parts());
+                let parts = head.runs.iter().flat_map(|(_, run)| run.entries.parts());
                 for (holders, entries) in parts {
                     lists.note(holders, entries);
                 }

@@ -72,7 +72,7 @@ pub struct Sequence {
     pub(crate) ends: VecDeque<u32>,
     /// The sequence at earlier lengths, ascending.
     pub(crate) checkpoints: Vec<Arc<Sequence>>,
-    /// Tells a prefix index that its pages are in use.
+    /// Held while pages of a prefix index are in use.
     pub(crate) lease_of_prefix: Option<Arc<()>>,
     /// Whether it may hold other tokens than a fresh sequence given the same tokens: pages were evicted by hand, or pins kept tokens that a
     /// policy would have evicted.
@@ -150,7 +150,7 @@ impl Sequence {
             return self.repaired().resident(layer, kv_head);
         }
         let head = self.head(layer, kv_head)?;
-        Ok(Resident(self.in_ring().0 + head.chains.iter().map(|(_, chain)| chain.live()).sum::<u32>()))
+        Ok(Resident(self.in_ring().0 + head.runs.iter().map(|(_, run)| run.live()).sum::<u32>()))
     }
 
     /// Experts of the token at `position`, first choice first; `None` once they are forgotten, or if the cache has one expert.
@@ -215,7 +215,7 @@ impl Sequence {
         }
         let heads = self.layers.iter().flat_map(|layer| &layer.heads);
         let bytes = |head: &Head| {
-            let filed = head.chains.iter().flat_map(|(_, c)| &c.entries).map(Entry::bytes);
+            let filed = head.runs.iter().flat_map(|(_, c)| &c.entries).map(Entry::bytes);
             head.ring.iter().map(Page::bytes).chain(filed).sum::<u64>()
         };
         self.past_bytes() + heads.map(bytes).sum::<u64>()
@@ -329,18 +329,18 @@ impl Sequence {
     pub fn evict(&mut self, layer: usize, kv_head: usize, page: PageId) -> Result<(), Error> {
         self.repair();
         self.head(layer, kv_head)?;
-        let chain = match page.place {
+        let c = match page.place {
             Place::Ring => return Err(Error::Pinned { page }),
             Place::Sinks => 0,
             Place::Run(e) => usize::from(e) + 1,
         };
         let missing = Error::NoPage { layer, kv_head, page };
         let state = &mut self.layers[layer];
-        let run = state.heads[kv_head].chains.made_mut(chain).ok_or_else(|| missing.clone())?;
+        let run = state.heads[kv_head].runs.made_mut(c).ok_or_else(|| missing.clone())?;
         if !run.evict(page.ordinal, self.kept) {
             return Err(missing);
         }
-        state.past.lose(kv_head, chain, page.ordinal);
+        state.past.lose(kv_head, c, page.ordinal);
         self.altered = true;
         Ok(())
     }
@@ -351,8 +351,8 @@ impl Sequence {
         self.altered = true;
         for layer in self.layers.iter_mut().map(Common::own) {
             for (h, head) in layer.heads.iter_mut().enumerate() {
-                for (c, chain) in head.chains.iter_mut() {
-                    chain.evict_all();
+                for (c, run) in head.runs.iter_mut() {
+                    run.evict_all();
                     layer.past.lose_all(h, c);
                 }
             }

@@ -24,7 +24,7 @@ use crate::cache::sequence::Sequence;
 use crate::cache::step::bytes::{end_of, sequence_needs};
 use crate::memory::arena::Reservation;
 use crate::pages::entry::{Away, Held};
-use crate::tiers::{Early, Stored};
+use crate::tiers::{Prefetched, Stored};
 use pikv_core::page::Position;
 use std::cell::Cell;
 use std::mem;
@@ -67,7 +67,7 @@ pub struct Step<'a> {
     rows: usize,
     committed: bool,
     /// Prefetch of the layer likely to be attended next.
-    ahead: Option<Early>,
+    ahead: Option<Prefetched>,
     /// Deferred results and checks of tensors on the device.
     late: Option<Box<dyn Session>>,
     /// One key and one value widened to f32, for input in 16 bits.
@@ -211,14 +211,14 @@ impl<'a> Step<'a> {
                 let files = self.away(layer).filter(|slot| slot.level.staged()).map(|slot| slot.bytes());
                 tiers.lift(device, self.away(layer), used + files.sum::<u64>())
             });
-            self.ahead = Some(Early { layer, ahead, lifted });
+            self.ahead = Some(Prefetched { layer, ahead, lifted });
         }
     }
 
     /// Pages of a layer in lower tiers that hold visible tokens.
     fn away(&self, layer: usize) -> impl Iterator<Item = &Arc<Stored>> {
         let heads = self.live().flat_map(move |part| &part.sequence.layers[layer].heads);
-        let entries = heads.flat_map(|head| head.chains.iter()).flat_map(|(_, chain)| &chain.entries);
+        let entries = heads.flat_map(|head| head.runs.iter()).flat_map(|(_, run)| &run.entries);
         entries.filter(|entry| entry.live != 0).filter_map(|entry| match &entry.held {
             Held::Away(Away { slot, .. }) => Some(slot),
             _ => None,

@@ -178,7 +178,7 @@ impl Sequence {
     /// with a fork counts in full.
     pub fn bytes_in_tier(&self, tier: usize) -> u64 {
         let heads = self.layers.iter().flat_map(|layer| &layer.heads);
-        let entries = heads.flat_map(|head| head.chains.iter()).flat_map(|(_, chain)| &chain.entries);
+        let entries = heads.flat_map(|head| head.runs.iter()).flat_map(|(_, run)| &run.entries);
         let past = self.layers.iter().flat_map(|layer| layer.past.pages());
         let bytes = entries.map(|entry| &entry.held).chain(past).filter_map(|held| match held {
             Held::Away(Away { slot, .. }) if slot.level.index == tier => Some(slot.bytes()),

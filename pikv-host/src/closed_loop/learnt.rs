@@ -9,7 +9,7 @@ pub(super) mod save;
 
 use crate::router::met::Met;
 use crate::router::tickets::TokensLeft;
-use crate::router::{Feedback, RouteError, Router, RouterState, Routes};
+use crate::router::{PageFeedback, RouteError, Router, RouterState, Routes};
 use pikv_core::page::{PAGE, Position};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -302,7 +302,7 @@ impl Learnt {
         }
         narrow(&wanted, &missed, &mut self.wanted, &mut self.missed);
         let remote = (u128::from(layer.remote) * u128::from(stay_of_all) / u128::from(rows_of_all)) as u64;
-        let feedback = Feedback::new(&self.wanted, &self.missed).of_page(PAGE).remote_bytes(remote);
+        let feedback = PageFeedback::new(&self.wanted, &self.missed).of_page(PAGE).remote_bytes(remote);
         if router.observe(&feedback).is_err() {
             router.discard();
         }

@@ -9,7 +9,7 @@ use crate::base::host_slice::{HostSlice, Scalar};
 use crate::cache::step::Step;
 use crate::metrics::StepMetrics;
 use crate::metrics::report::ByPart;
-use crate::router::{Feedback, Routes};
+use crate::router::{PageFeedback, Routes};
 use pikv_core::page::{PAGE, Position};
 use smallvec::SmallVec;
 use std::any::Any;
@@ -297,7 +297,7 @@ impl ClosedLoop {
             // A layer without rows gives no feedback.
             if routes[layer].rows() > 0 {
                 let remote = report.remote_bytes(layer);
-                let feedback = Feedback::new(asked, missed).of_page(PAGE).remote_bytes(remote);
+                let feedback = PageFeedback::new(asked, missed).of_page(PAGE).remote_bytes(remote);
                 let told = catch_unwind(AssertUnwindSafe(|| router.observe(&feedback)));
                 match told {
                     Ok(Ok(())) => devices.learn(layer, router.as_ref(), asked, missed),

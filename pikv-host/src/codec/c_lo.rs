@@ -4,7 +4,7 @@ use super::{Map, MapError};
 
 /// The map of a given projector: `stored = down x`, `x ~ up stored`, with `down`, `[rank][wide]`, and `up`, `[wide][rank]`.
 ///
-/// Its error equals that of the truncated SVD of the same rank only if `up down` is the orthogonal projector to the rows' top `rank`
+/// The error equals that of the truncated SVD of the same rank only if `up down` is the orthogonal projector to the rows' top `rank`
 /// directions; otherwise it is larger ([`Moments::residual`](super::Moments::residual) computes it). Encoding costs `rank wide`
 /// multiply-adds a row, and folding as many a query.
 ///

@@ -8,7 +8,7 @@ use nalgebra::{DMatrix, SymmetricEigen};
 #[non_exhaustive]
 #[cfg(feature = "fit")]
 pub struct LowRank {
-    /// Its `encode` matrix has orthonormal rows and `decode` is its transpose, up to rounding to f32.
+    /// The map: the rows of `encode` are orthonormal and `decode` is its transpose, up to rounding to f32.
     pub map: Map,
     /// The sum of the eigenvalues of the dropped directions: the squared error over the fitted rows.
     pub tail: f64,

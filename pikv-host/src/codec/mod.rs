@@ -1,19 +1,20 @@
-//! Compression: codings and maps for packed pages, and rules that select tokens, channels or codings.
+//! Compression: codings and maps for packed pages, and rules that select channels or codings. Rules that select tokens are in
+//! [`policy`](crate::policy).
 //!
 //! A [`Map`] is the linear part of a coding: it maps a head's row of `wide` channels to the `narrow` channels that are stored.
 //! Where keys are read as they are stored, attention runs at the narrow width: the query is folded ([`Map::fold`]) and the keys
-//! are not widened. The other rows of the table are pure functions that select tokens, or a coding for each head.
+//! are not widened. The other rows of the table average tokens, or select a coding for each head.
 //!
 //! | id | function | needs `fit` |
 //! |---|---|---|
 //! | C_SVD | `svd` | yes |
 //! | C_Lo | [`lora`]; `Fitted::load_peft` | to load an adapter |
 //! | C_Lo+ | [`lora_plus`], `fit_lora_plus` | to fit |
-//! | C_Py | [`PyramidKv`] | no |
+//! | C_Py | in [`policy`](crate::policy): [`PyramidKv`](crate::policy::PyramidKv) | no |
 //! | C_Py-lit | [`Coding::means`]; [`pyramid`] | no |
-//! | C_Ch | [`ChunkKv`] | no |
+//! | C_Ch | in `policy`: [`Chunks`](crate::policy::Chunks), [`ChunkKv`](crate::policy::ChunkKv) | no |
 //! | C_Ch-lit | [`Coding::block_pca`], [`block_basis`]; `block_pca` | the last |
-//! | C_F | [`FastV`] | no |
+//! | C_F | in `policy`: [`fast_v`](crate::policy::fast_v), [`FastV`](crate::policy::FastV) | no |
 //! | C_F-lit | [`crop`] | no |
 //! | C_Pr | [`think`] | no |
 //! | C_Dis | `distil` | yes |
@@ -23,15 +24,12 @@
 //! feature `fit`, a `Fitter` gathers the statistics that the fits need from a model's own keys and values, and `Fitted` keeps
 //! fitted maps in one safetensors file.
 
-mod c_ch;
 mod c_ch_lit;
-mod c_f;
 mod c_f_lit;
 mod c_hy;
 mod c_lo;
 mod c_lo_plus;
 mod c_pr;
-mod c_py;
 mod c_py_lit;
 mod coding;
 mod error;
@@ -56,15 +54,12 @@ mod peft;
 #[cfg(feature = "fit")]
 mod student;
 
-pub use c_ch::ChunkKv;
 pub use c_ch_lit::{BlockBasis, block_basis};
-pub use c_f::FastV;
 pub use c_f_lit::{CropBy, crop};
 pub use c_hy::{Cost, HeadCodings, Hybrid, hybrid};
 pub use c_lo::lora;
 pub use c_lo_plus::lora_plus;
 pub use c_pr::think;
-pub use c_py::PyramidKv;
 pub use c_py_lit::{Pyramid, pyramid};
 pub use coding::{Codec, Coding, Limits};
 pub(crate) use coding::{HeadCodec, Old, Unpackable};

@@ -70,16 +70,17 @@ pub struct CacheConfig {
     /// process can hold up to a chunk more for each size and shard, and after evictions the free pages of chunks that still have pages in
     /// use. RoPE tables are not counted.
     pub budget: u64,
-    /// Fill pages with NaN when they are allocated and when they are freed, to find reads of unwritten memory; off by default.
-    pub poison: bool,
+    /// Fill pages with NaN when they are allocated and when they are freed, to find reads of unwritten memory; off by default. A
+    /// device always fills allocated pages; of a freed page of a device only the positions are filled, which the host holds.
+    pub nan_fill: bool,
     /// Overwrite pages when they are freed, in the budget and in lower tiers, so that no data of a sequence stays in them; off by default.
     /// It costs a write of each page. It does not cover copies made during a call (staging buffers, tensors of the
     /// caller), data that a [`PageStore`](crate::tiers::PageStore) keeps after an overwrite, and pages of a process that is killed.
     /// [`Cache::failures`](crate::Cache::failures) counts pages that could not be overwritten.
     pub wipe: bool,
-    /// Keep the least and largest keys of each full page, from which [`ReadPages::Quest`](crate::attend::options::ReadPages::Quest) selects pages: 8
+    /// Keep the least and largest value of each channel of a full page's keys, from which [`ReadPages::Quest`](crate::attend::options::ReadPages::Quest) selects pages: 8
     /// bytes for each channel of K and page.
-    pub bounds: bool,
+    pub key_bounds: bool,
     /// Definition of a hit; if set, hits are counted from the first token. With `None`, the default, counting starts, by
     /// [`Hits::default`], when a policy, the router of a [`ClosedLoop`](crate::ClosedLoop) or its sink asks for hits.
     pub hits: Option<Hits>,
@@ -151,9 +152,9 @@ impl CacheConfig {
             top_k: 1,
             shards: ShardMap::ONE,
             budget,
-            poison: false,
+            nan_fill: false,
             wipe: false,
-            bounds: false,
+            key_bounds: false,
             hits: None,
             lanes: Lanes::detect(),
             backend: Backend::CPU,
@@ -197,8 +198,8 @@ impl CacheConfig {
     }
 
     /// Sets whether allocated and freed pages are filled with NaN.
-    pub fn poison(mut self, on: bool) -> Self {
-        self.poison = on;
+    pub fn nan_fill(mut self, on: bool) -> Self {
+        self.nan_fill = on;
         self
     }
 
@@ -208,9 +209,9 @@ impl CacheConfig {
         self
     }
 
-    /// Sets whether the least and largest keys of each page are kept.
-    pub fn bounds(mut self, on: bool) -> Self {
-        self.bounds = on;
+    /// Sets whether the least and largest value of each channel of a page's keys are kept.
+    pub fn key_bounds(mut self, on: bool) -> Self {
+        self.key_bounds = on;
         self
     }
 

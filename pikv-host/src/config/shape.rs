@@ -44,10 +44,10 @@ pub(crate) fn first_heads(layers: &[LayerShape]) -> impl Iterator<Item = u32> + 
 }
 
 impl CacheShape {
-    /// Checks a configuration; `apart` says whether full pages lie on the ranks of a fabric.
+    /// Checks a configuration; `apart`: whether full pages lie on the ranks of a fabric.
     ///
     /// # Errors
-    /// As [`CacheConfig::stores`], and invalid codecs, frequencies and eviction rules.
+    /// The errors of [`CacheConfig::stores`]; invalid codecs, frequencies and eviction rules.
     pub fn new(config: CacheConfig, apart: bool) -> Result<CacheShape, ConfigError> {
         let stores = config.stores()?;
         let store = Common { ring: config.common_ring()? };

@@ -1,6 +1,6 @@
 //! Copies from the device to the host that the host waits for later.
 
-use super::stream::{Moment, Stream};
+use super::stream::{Event, Stream};
 use crate::base::error::Error;
 use crate::device::memory::{Memory, Pinned};
 use std::sync::{Mutex, PoisonError};
@@ -11,7 +11,7 @@ pub struct Down {
     host: Pinned,
     words: usize,
     /// After the copy.
-    pub done: Moment,
+    pub done: Event,
 }
 
 impl Down {
@@ -41,7 +41,7 @@ impl Downs {
         };
         let mut down = match taken {
             Some(down) => down,
-            None => Down { host: Pinned::default(), words: 0, done: Moment::new()? },
+            None => Down { host: Pinned::default(), words: 0, done: Event::new()? },
         };
         let brought = down.bring(stream, places, all);
         if let Err(error) = brought {

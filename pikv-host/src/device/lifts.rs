@@ -1,6 +1,6 @@
 //! Reused device buffers for pages from lower tiers, and the stream of their copies.
 
-use super::stream::{Moment, Stream};
+use super::stream::{Event, Stream};
 use crate::base::error::CudaError;
 use crate::device::memory::{Memory, Pinned};
 use std::sync::Mutex;
@@ -18,9 +18,9 @@ pub struct Lift {
     pub host: Pinned,
     pub memory: Memory,
     /// After the copy.
-    pub done: Moment,
+    pub done: Event,
     /// After the last kernel that reads the buffer, on the device's main stream.
-    pub read: Option<Moment>,
+    pub read: Option<Event>,
 }
 
 impl Lift {

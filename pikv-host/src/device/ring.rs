@@ -4,7 +4,7 @@ use crate::base::error::CudaError;
 use crate::base::error::Error;
 use crate::base::host_slice::HostSlice;
 use crate::device::memory::{Memory, Pinned};
-use crate::device::stream::{Moment, Stream};
+use crate::device::stream::{Event, Stream};
 use std::collections::VecDeque;
 
 /// Alignment of a section of an upload, in bytes.
@@ -63,8 +63,8 @@ pub struct Ring {
     room: usize,
     next: usize,
     /// Copies in flight, in the order of the stream: first word, and the event after the copy.
-    sent: VecDeque<(usize, Moment)>,
-    spare: Vec<Moment>,
+    sent: VecDeque<(usize, Event)>,
+    spare: Vec<Event>,
 }
 
 impl Ring {
@@ -74,7 +74,7 @@ impl Ring {
         let wanted = (words * UPLOADS).clamp(LEAST, MOST).max(2 * words).next_power_of_two();
         if self.room < wanted {
             stream.synchronize()?;
-            self.spare.extend(self.sent.drain(..).map(|(_, moment)| moment));
+            self.spare.extend(self.sent.drain(..).map(|(_, event)| event));
             (self.room, self.next) = (0, 0);
             self.device.reserve(wanted as u64 * 4, stream)?;
             self.host.reserve(wanted)?;
@@ -82,19 +82,19 @@ impl Ring {
         }
         // Retires two copies for each new one, so the list stays short.
         for _ in 0..2 {
-            if let Some((_, moment)) = self.sent.front()
-                && moment.passed()?
+            if let Some((_, event)) = self.sent.front()
+                && event.passed()?
             {
-                self.spare.extend(self.sent.pop_front().map(|(_, moment)| moment));
+                self.spare.extend(self.sent.pop_front().map(|(_, event)| event));
             }
         }
         let left = self.room - self.next % self.room;
         let first = if left < words { self.next + left } else { self.next };
-        while let Some((oldest, moment)) = self.sent.front()
+        while let Some((oldest, event)) = self.sent.front()
             && oldest + self.room < first + words
         {
-            moment.wait()?;
-            self.spare.extend(self.sent.pop_front().map(|(_, moment)| moment));
+            event.wait()?;
+            self.spare.extend(self.sent.pop_front().map(|(_, event)| event));
         }
         self.next = first + words;
         Ok(first)
@@ -108,9 +108,9 @@ impl Ring {
 
     /// Records an event after the copies from `first` on.
     fn guard(&mut self, first: usize, stream: &Stream) -> Result<(), CudaError> {
-        let moment = self.spare.pop().map_or_else(Moment::new, Ok)?;
-        moment.record(stream)?;
-        self.sent.push_back((first, moment));
+        let event = self.spare.pop().map_or_else(Event::new, Ok)?;
+        event.record(stream)?;
+        self.sent.push_back((first, event));
         Ok(())
     }
 

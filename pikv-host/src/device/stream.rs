@@ -91,20 +91,20 @@ impl Drop for Stream {
 
 /// An event without timing, recorded in a stream. An event that was never recorded has passed.
 #[derive(Debug)]
-pub struct Moment(sys::CUevent);
+pub struct Event(sys::CUevent);
 
 // SAFETY: a handle that the driver accepts from any thread.
-unsafe impl Send for Moment {}
+unsafe impl Send for Event {}
 // SAFETY: as above.
-unsafe impl Sync for Moment {}
+unsafe impl Sync for Event {}
 
-impl Moment {
-    pub fn new() -> Result<Moment, CudaError> {
+impl Event {
+    pub fn new() -> Result<Event, CudaError> {
         let mut event = null_mut();
         let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
         // SAFETY: `event` is valid for the write.
         bare("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
-        Ok(Moment(event))
+        Ok(Event(event))
     }
 
     /// Records the event after all work enqueued on `stream`.
@@ -138,7 +138,7 @@ impl Moment {
     }
 }
 
-impl Drop for Moment {
+impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: from `cuEventCreate`, destroyed once. A lost device returns an error, and has lost the event anyway.
         let _ = unsafe { sys::cuEventDestroy_v2(self.0) };

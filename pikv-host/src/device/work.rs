@@ -25,12 +25,12 @@ pub struct Work {
     /// RoPE tables: rotation of a cache, positions, and memory.
     tables: Vec<(Arc<Turns>, u32, Memory)>,
     /// Maps of codecs.
-    maps: Vec<(Map, Way, MapArg, Memory)>,
+    maps: Vec<(Map, Direction, MapArg, Memory)>,
 }
 
 /// Direction of a map, which selects one of its matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Direction {
     /// To stored channels.
     Store,
     /// Back, for 32 tokens.
@@ -76,9 +76,9 @@ impl Work {
     }
 
     /// A map in one direction.
-    pub fn map(&mut self, stream: &Stream, map: Option<&Map>, way: Way) -> Result<MapArg, Error> {
+    pub fn map(&mut self, stream: &Stream, map: Option<&Map>, direction: Direction) -> Result<MapArg, Error> {
         let Some(map) = map else { return Ok(MapArg::NONE) };
-        let known = |of: &&(Map, Way, MapArg, Memory)| of.1 == way && of.0.is(map);
+        let known = |of: &&(Map, Direction, MapArg, Memory)| of.1 == direction && of.0.is(map);
         if let Some((_, _, known, _)) = self.maps.iter().find(known) {
             return Ok(*known);
         }
@@ -91,10 +91,10 @@ impl Work {
             Back::Select { channels } => (MapArg::SELECT, channels.to_vec(), &[][..]),
             Back::Dense { decode, bias } => {
                 let column = |c: usize| decode.iter().skip(c).step_by(narrow as usize);
-                let table: Vec<f32> = match way {
-                    Way::Store => map.encode().into_owned(),
-                    Way::Back => decode.to_vec(),
-                    Way::Sum => (0..narrow as usize).flat_map(column).copied().collect(),
+                let table: Vec<f32> = match direction {
+                    Direction::Store => map.encode().into_owned(),
+                    Direction::Back => decode.to_vec(),
+                    Direction::Sum => (0..narrow as usize).flat_map(column).copied().collect(),
                 };
                 (MapArg::DENSE, bytemuck::cast_slice(&table).to_vec(), bias)
             }
@@ -111,7 +111,7 @@ impl Work {
             stream.synchronize()?;
             self.maps.retain(|(map, ..)| !map.is_last());
         }
-        self.maps.push((map.clone(), way, argument, memory));
+        self.maps.push((map.clone(), direction, argument, memory));
         Ok(argument)
     }
 
@@ -127,7 +127,7 @@ impl Work {
         // SAFETY: the memory has the length of `values`, which stay borrowed until the copy is done: the call waits for it.
         unsafe { stream.up(memory.address(), bytemuck::cast_slice(values))? };
         stream.synchronize()?;
-        // All work is done, so an older, shorter table has no readers, nor have those of caches that are gone, whose rotations are held
+        // All work is done, so an older, shorter table has no readers, nor have those of dropped caches, whose rotations are held
         // here alone.
         self.tables.retain(|(turns, ..)| !Arc::ptr_eq(turns, table.turns()) && Arc::strong_count(turns) > 1);
         let address = memory.address();

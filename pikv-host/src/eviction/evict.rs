@@ -25,7 +25,7 @@ impl Layer {
         (len, own): (u32, Option<u32>),
     ) -> u32 {
         let ring = inner.store.ring;
-        let fixed = ring.resident(len).0 + self.heads[head].chains[0].live();
+        let fixed = ring.resident(len).0 + self.heads[head].runs[0].live();
         let own = own.map_or(u32::MAX, |tokens| tokens.saturating_sub(fixed));
         let quota = match rule.eviction.budget.tokens(rule.layer, head, len) {
             Some(tokens) => tokens.saturating_sub(fixed),
@@ -40,7 +40,7 @@ impl Layer {
                 let fixed = heads * full * (pages + sinks + 2 * runs);
                 let page: u64 =
                     self.codecs.iter().map(|c| c.as_ref().map_or(full, |c| c.packed.bytes())).sum();
-                // A chain is compacted once a fifth of its lanes are evicted.
+                // A run is compacted once a fifth of its lanes are evicted.
                 let pages = bytes.saturating_sub(fixed) / page * 4 / 5;
                 u32::try_from(pages * u64::from(PAGE)).unwrap_or(u32::MAX)
             }
@@ -75,8 +75,7 @@ impl<'a> Excess<'a> {
         let rule = layer.rule.as_deref()?;
         let heads = 0..layer.heads.len();
         let quota = heads.clone().map(|h| layer.quota(inner, shape, rule, h, (len, own))).collect();
-        let held =
-            layer.heads.iter().map(|head| head.chains.experts().map(|(_, c)| c.live()).sum()).collect();
+        let held = layer.heads.iter().map(|head| head.runs.experts().map(|(_, c)| c.live()).sum()).collect();
         let limit = heads.map(|h| rule.eviction.policy.threshold(layer.own(rule, h, len)));
         let limit = limit.map(|limit| limit.filter(|limit| !limit.is_nan())).collect();
         let heads = 0..layer.heads.len();
@@ -232,8 +231,8 @@ pub(crate) fn enforce(
     }
     for (layer, h, (c, ordinal, lanes)) in choose(layers, inner, rooms, (len, own), pins) {
         let state = Common::own(&mut layers[layer]);
-        let chain = &mut state.heads[h].chains[c];
-        if let (Some(report), Some(entry)) = (&mut report, chain.entry(ordinal)) {
+        let run = &mut state.heads[h].runs[c];
+        if let (Some(report), Some(entry)) = (&mut report, run.entry(ordinal)) {
             let newest = entry.position(state.codecs[h].as_ref(), lanes.ilog2());
             report.push(Evicted {
                 layer: layer as u32,
@@ -243,7 +242,7 @@ pub(crate) fn enforce(
                 age: newest.map_or(0, |newest| len - 1 - newest),
             });
         }
-        chain.kill(ordinal, lanes);
+        run.kill(ordinal, lanes);
         state.past.kill(len, h, c, ordinal, lanes);
     }
 }
@@ -307,8 +306,8 @@ fn choose_of(
         }
         match e.by_age() && e.limit[h].is_none() {
             true => {
-                let (chains, codec) = (&e.layer.heads[h].chains, e.layer.codecs[h].as_ref());
-                oldest(chains, codec, e.surplus(h), pins, &mut ranked.unranked);
+                let (runs, codec) = (&e.layer.heads[h].runs, e.layer.codecs[h].as_ref());
+                oldest(runs, codec, e.surplus(h), pins, &mut ranked.unranked);
             }
             false => ranked.rank(pins),
         }

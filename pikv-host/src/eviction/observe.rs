@@ -2,7 +2,7 @@
 
 use crate::attend::feedback::Feed;
 use crate::attend::mass::Weighed;
-use crate::base::ids::{PageId, Place, chain_place};
+use crate::base::ids::{PageId, Place, run_place};
 use crate::base::parallel::MANY;
 use crate::base::parallel::each_mut;
 use crate::config::HeadCodecs;
@@ -11,9 +11,9 @@ use crate::config::sharing::Sharing;
 use crate::memory::pool::Pool;
 use crate::metrics::Reused;
 use crate::metrics::report::StepReport;
-use crate::pages::chain::{Chain, find};
 use crate::pages::filing::Layer;
 use crate::pages::head::Head;
+use crate::pages::run::{Run, find};
 use crate::pages::tags::Tags;
 use crate::policy::rule::Rule;
 use crate::policy::{HeadSeen, Positions, Seen};
@@ -29,7 +29,7 @@ use std::ops::Range;
 #[derive(Clone, Copy, Debug)]
 struct Moved {
     position: u32,
-    chain: usize,
+    run: usize,
     ordinal: u32,
     lane: u32,
 }
@@ -52,7 +52,7 @@ impl Layer {
         let sharing = self.sharing(inner, shape);
         let Layer { heads, store, rule, codecs, tags, first_tile, filed, .. } = self;
         let Some(rule) = rule.as_deref().filter(|rule| rule.keeps()) else { return };
-        let telling = Telling {
+        let observation = Observation {
             rule,
             inner,
             shape,
@@ -71,7 +71,7 @@ impl Layer {
         let mut heads: SmallVec<[(&mut Head, Option<&mut Feed>); 16]> =
             heads.iter_mut().map(|head| (head, told.next())).collect();
         let tell = |h: usize, (head, feed): &mut (&mut Head, Option<&mut Feed>)| {
-            telling.tell(h, head, feed.as_deref_mut());
+            observation.tell(h, head, feed.as_deref_mut());
         };
         if pages >= MANY {
             each_mut(&mut heads, tell);
@@ -128,18 +128,18 @@ impl Layer {
         let mut times: SmallVec<[u64; 32]> = SmallVec::from_elem(0, held.len());
         rows.for_each(|row| self.experts(&pool.shape, row).for_each(|e| times[usize::from(e)] += 1));
         for (e, times) in times.into_iter().enumerate().filter(|(_, times)| *times > 0) {
-            let run = usize::from(sharing.run(e as u16, self.filed));
-            for chain in self.heads.iter().map(|head| &head.chains[1 + run]) {
-                let near = chain.live() - if pool.tiers.is_some() { chain.away() } else { 0 };
+            let c = 1 + usize::from(sharing.run(e as u16, self.filed));
+            for run in self.heads.iter().map(|head| &head.runs[c]) {
+                let near = run.live() - if pool.tiers.is_some() { run.away() } else { 0 };
                 held[e] += times * u64::from(near);
-                lost[e] += times * u64::from(chain.filed - near);
+                lost[e] += times * u64::from(run.filed - near);
             }
         }
     }
 }
 
 /// Parameters of all heads of a layer while its policy observes a step.
-struct Telling<'a> {
+struct Observation<'a> {
     rule: &'a Rule,
     inner: &'a CacheShape,
     shape: &'a LayerShape,
@@ -169,10 +169,10 @@ struct Cut<'a> {
     resident: u32,
 }
 
-impl Telling<'_> {
+impl Observation<'_> {
     /// Passes the rows of one head to the policy.
     fn tell(&self, h: usize, head: &mut Head, mut feed: Option<&mut Feed>) {
-        let Telling { rule, inner, shape, old, .. } = *self;
+        let Observation { rule, inner, shape, old, .. } = *self;
         let ring = inner.store.ring;
         let moved = self.moved(h, head, ring.left(old));
         let mut before = old;
@@ -215,7 +215,7 @@ impl Telling<'_> {
                 let floor = (told.start + 1).saturating_sub(ring.window()).min(feed.filed);
                 let from = done.partition_point(|token| token.position < floor);
                 follow(&mut feed.weighed, index, &done[from..]);
-                let filed: u32 = head.chains.iter().map(|(_, chain)| chain.live()).sum();
+                let filed: u32 = head.runs.iter().map(|(_, run)| run.live()).sum();
                 let sinks = |left: u32| left.min(self.sinks);
                 let late = late.len() as u32 + sinks(self.filed) - sinks(left);
                 let resident = ring.resident(rows.end).0 + filed - late;
@@ -232,7 +232,7 @@ impl Telling<'_> {
             at = match place {
                 Place::Sinks => at + 1,
                 Place::Ring => self.ring(h, head, weighed, at, cut),
-                Place::Run(e) => self.run(h, &mut head.chains[usize::from(*e) + 1], weighed, at, cut, reused),
+                Place::Run(e) => self.run(h, &mut head.runs[usize::from(*e) + 1], weighed, at, cut, reused),
             };
         }
     }
@@ -279,7 +279,7 @@ impl Telling<'_> {
     fn run(
         &self,
         h: usize,
-        chain: &mut Chain,
+        run: &mut Run,
         weighed: &Weighed,
         from: usize,
         cut: &Cut<'_>,
@@ -288,10 +288,10 @@ impl Telling<'_> {
         let place = weighed.pages[from].place;
         // Pages from this ordinal on have tokens that the step filed: some were not filed at the time of attention, or are not observed
         // yet.
-        let new = cut.moved.iter().filter(|token| chain_place(token.chain) == place);
+        let new = cut.moved.iter().filter(|token| run_place(token.run) == place);
         let new = new.map(|token| token.ordinal).min().unwrap_or(u32::MAX);
         let codec = self.codecs[h].as_ref();
-        let Chain { entries, kept, .. } = chain;
+        let Run { entries, kept, .. } = run;
         let mut kept = kept.version_mut(self.rule.version(cut.len));
         // Shared by thousands of pages in a step.
         let all = self.seen(h, weighed.pages[from], cut);
@@ -341,15 +341,15 @@ impl Telling<'_> {
         let mut runs: SmallVec<[usize; 4]> = (from..self.filed).filter_map(run).collect();
         runs.sort_unstable();
         runs.dedup();
-        for (c, chain) in runs.into_iter().map(|c| (c, &head.chains[c])) {
-            let lanes = chain
+        for (c, run) in runs.into_iter().map(|c| (c, &head.runs[c])) {
+            let lanes = run
                 .entries
                 .iter()
                 .rev()
                 .flat_map(|entry| (0..entry.fill).rev().map(move |lane| (entry.ordinal, lane, entry)));
             let tokens = lanes.map_while(|(ordinal, lane, entry)| {
                 let position = entry.position(codec, lane).filter(|position| *position >= from)?;
-                Some(Moved { position, chain: c, ordinal, lane })
+                Some(Moved { position, run: c, ordinal, lane })
             });
             moved.extend(tokens);
         }
@@ -364,7 +364,7 @@ impl Telling<'_> {
             return;
         }
         let (from, to) = (rule.version(from), rule.version(to));
-        let runs = head.chains.iter_mut().map(|(_, chain)| &mut chain.kept);
+        let runs = head.runs.iter_mut().map(|(_, run)| &mut run.kept);
         runs.chain([head.ring.states_mut()]).for_each(|kept| kept.turn(from, to));
         let words = rule.head_words;
         head.own.copy_within(from * words..(from + 1) * words, to * words);
@@ -372,14 +372,14 @@ impl Telling<'_> {
 
     /// Copies the policy's state of tokens from the ring to their pages, as of `len` tokens.
     fn carry(&self, head: &mut Head, moved: &[Moved], len: u32) {
-        let Head { chains, ring, .. } = head;
+        let Head { runs, ring, .. } = head;
         let version = self.rule.version(len);
         for token in moved {
             let tile = (token.position / PAGE).wrapping_sub(self.first_tile) as usize;
-            let chain = &mut chains[token.chain];
-            let Some(page) = chain.index(token.ordinal) else { continue };
+            let run = &mut runs[token.run];
+            let Some(page) = run.index(token.ordinal) else { continue };
             let to = (page, token.lane);
-            chain.kept.copy(version..version + 1, ring.states(), (tile, token.position % PAGE), to);
+            run.kept.copy(version..version + 1, ring.states(), (tile, token.position % PAGE), to);
         }
     }
 }
@@ -397,7 +397,7 @@ fn follow(weighed: &mut Weighed, cut: usize, moved: &[Moved]) {
     let mut index = weighed.index();
     for token in moved {
         let ring = PageId { place: Place::Ring, ordinal: token.position / PAGE };
-        let page = PageId { place: chain_place(token.chain), ordinal: token.ordinal };
+        let page = PageId { place: run_place(token.run), ordinal: token.ordinal };
         let (from, to) = ((ring, (token.position % PAGE) as usize), (page, token.lane as usize));
         weighed.carry(&mut index, cut, from, to);
     }

@@ -2,7 +2,7 @@
 
 use crate::codec::HeadCodec;
 use crate::eviction::ranked::Gone;
-use crate::pages::chain::Chain;
+use crate::pages::run::Run;
 use crate::pages::runs::Runs;
 use crate::policy::pinned;
 use std::cmp::Reverse;
@@ -11,8 +11,8 @@ use std::ops::Range;
 
 /// Reading position in a run.
 struct Cursor<'a> {
-    chain: usize,
-    of: &'a Chain,
+    run: usize,
+    of: &'a Run,
     codec: Option<&'a HeadCodec>,
     /// Index of the page in the run, its lanes not visited yet, and its lanes to evict.
     at: usize,
@@ -32,21 +32,21 @@ impl Cursor<'_> {
 
     /// The lanes of the page to evict.
     fn page(&self) -> Option<Gone> {
-        (self.gone != 0).then(|| (self.chain, self.of.entries[self.at].ordinal, self.gone))
+        (self.gone != 0).then(|| (self.run, self.of.entries[self.at].ordinal, self.gone))
     }
 }
 
 /// Adds to `gone` the `n` oldest unpinned tokens of the experts' runs, or all if there are fewer. `O(n log runs)`, plus the
 /// pinned and already evicted tokens that it skips.
 pub(crate) fn oldest(
-    chains: &Runs,
+    runs: &Runs,
     codec: Option<&HeadCodec>,
     mut n: usize,
     pins: &[Range<u32>],
     gone: &mut Vec<Gone>,
 ) {
-    let live = chains.experts().filter(|(_, of)| of.live() > 0);
-    let start = |(chain, of)| Cursor { chain, of, codec, at: 0, left: of.entries[0].live, gone: 0 };
+    let live = runs.experts().filter(|(_, of)| of.live() > 0);
+    let start = |(run, of)| Cursor { run, of, codec, at: 0, left: of.entries[0].live, gone: 0 };
     let mut cursors: Vec<Cursor<'_>> = live.map(start).collect();
     let first = |(i, cursor): (usize, &mut Cursor<'_>)| Some(Reverse((cursor.next()?, i)));
     let mut heads: BinaryHeap<_> = cursors.iter_mut().enumerate().filter_map(first).collect();

@@ -43,7 +43,7 @@ impl Rooms {
 /// Number of pages to prefetch positions ahead: they lie in their pages, at addresses that the hardware cannot predict.
 const AHEAD: usize = 8;
 
-/// Tokens of one page to evict: index of the chain, ordinal of the page, lanes.
+/// Tokens of one page to evict: index of the run, ordinal of the page, lanes.
 pub(crate) type Gone = (usize, u32, u32);
 
 /// Candidates for eviction in a head.
@@ -96,14 +96,14 @@ impl<'a> Ranked<'a> {
         huge_pages::reserve(&mut tokens.tokens, held);
         huge_pages::reserve(utility, held);
         let mut runs = 0;
-        for (c, chain) in head.chains.experts() {
-            runs += usize::from(chain.live() > 0);
-            for (i, entry) in chain.entries.iter().enumerate().filter(|(_, entry)| entry.live != 0) {
-                if let Some(Entry { held: Held::Open(page), .. }) = chain.entries.get(i + AHEAD) {
+        for (c, run) in head.runs.experts() {
+            runs += usize::from(run.live() > 0);
+            for (i, entry) in run.entries.iter().enumerate().filter(|(_, entry)| entry.live != 0) {
+                if let Some(Entry { held: Held::Open(page), .. }) = run.entries.get(i + AHEAD) {
                     fetch(page.positions());
                 }
-                let rows = chain.kept.rows(i, version).unwrap_or_default();
-                let page = Source { chain: c as u32, ordinal: entry.ordinal, page: entry, rows };
+                let rows = run.kept.rows(i, version).unwrap_or_default();
+                let page = Source { run: c as u32, ordinal: entry.ordinal, page: entry, rows };
                 push(tokens, entry, page, pins);
             }
         }
@@ -172,7 +172,7 @@ impl<'a> Ranked<'a> {
     /// The tokens to evict.
     pub fn gone(&self) -> impl Iterator<Item = Gone> {
         let pages = self.tokens.pages.iter().zip(&self.lanes).filter(|(_, lanes)| **lanes != 0);
-        let of = |(page, lanes): (&Source<'_>, &u32)| (page.chain as usize, page.ordinal, *lanes);
+        let of = |(page, lanes): (&Source<'_>, &u32)| (page.run as usize, page.ordinal, *lanes);
         pages.map(of).chain(self.unranked.iter().copied())
     }
 }

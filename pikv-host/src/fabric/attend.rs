@@ -1,6 +1,6 @@
 //! Sends queries to ranks, and joins their results in the reduction tree.
 
-use super::file::{ByRank, run_of};
+use super::file::{ByRank, run_id};
 use super::front::{Front, first_alive};
 use super::link::Link;
 use super::wire::{self, flag};
@@ -98,7 +98,7 @@ enum For {
 
 /// Options of questions.
 #[derive(Clone, Copy)]
-struct Manner {
+struct AskOptions {
     raw: bool,
     fast: bool,
 }
@@ -126,7 +126,7 @@ impl Front {
             let Place::Run(expert) = pages[0].id.place else {
                 unreachable!("sinks and ring stay at the front")
             };
-            let chain = &job.views[forest.view].layer.heads[forest.head].chains[usize::from(expert) + 1];
+            let run = &job.views[forest.view].layer.heads[forest.head].runs[usize::from(expert) + 1];
             let held: SmallVec<[Option<Copies>; 8]> = pages
                 .iter()
                 .map(|page| page.slot.and_then(|slot| slot.rank_page()).map(|kept| kept.copies()))
@@ -145,7 +145,7 @@ impl Front {
                 first_alive(link, copies)?;
             }
             let mut here = pages.iter().filter(|page| page.slot.is_none()).map(|page| page.id.ordinal);
-            let mirrored = here.find_map(|ordinal| chain.mirrors.rank(ordinal..ordinal + 1));
+            let mirrored = here.find_map(|ordinal| run.mirrors.rank(ordinal..ordinal + 1));
             let rank = match mirrored.filter(|rank| ranks.contains(rank)) {
                 Some(rank) => rank,
                 None => match ranks.iter().min_by_key(|rank| (loads[**rank as usize], **rank)) {
@@ -159,9 +159,9 @@ impl Front {
             for page in pages {
                 let copy = match page.slot.and_then(|slot| slot.rank_page()) {
                     Some(kept) => kept.copies().into_iter().find(|copy| copy.rank == rank),
-                    None => chain.mirror(
+                    None => run.mirror(
                         self,
-                        run_of(layer, forest.head, usize::from(expert) + 1),
+                        run_id(layer, forest.head, usize::from(expert) + 1),
                         (&job.shape.layout, packed),
                         page.id.ordinal,
                         (rank, link.epoch),
@@ -184,11 +184,11 @@ impl Front {
         job: &Job<'_>,
         layer: usize,
         items: &[(&Forest<'_>, Range<usize>)],
-        manner: Manner,
+        options: AskOptions,
     ) -> Result<Remote, Error> {
         let mut link = self.link();
         link.unsure = true;
-        let remote = self.ask_through(&mut link, job, layer, items, manner)?;
+        let remote = self.ask_through(&mut link, job, layer, items, options)?;
         link.unsure = false;
         Ok(remote)
     }
@@ -199,7 +199,7 @@ impl Front {
         job: &Job<'_>,
         layer: usize,
         items: &[(&Forest<'_>, Range<usize>)],
-        manner: Manner,
+        options: AskOptions,
     ) -> Result<Remote, FabricError> {
         let mut work = ByRank::default();
         let mut loads = vec![0; link.lost.len()];
@@ -224,9 +224,9 @@ impl Front {
                         }
                         let work = work.of(rank);
                         work.asks.items += 1;
-                        let question = Question { job, layer, item: &item, scratch, packed, manner };
+                        let question = Question { job, layer, item: &item, scratch, packed, options };
                         question.write(&mine, &mut work.asks.words);
-                        expect(job, &item, packed, manner, &mine, order.entry(rank).or_default());
+                        expect(job, &item, packed, options, &mine, order.entry(rank).or_default());
                     }
                 }
             });
@@ -263,16 +263,16 @@ struct Question<'a> {
     item: &'a Item<'a>,
     scratch: &'a Scratch,
     packed: bool,
-    manner: Manner,
+    options: AskOptions,
 }
 
 impl Question<'_> {
     /// Appends it to a message.
     fn write(&self, blocks: &[&Asked], out: &mut Vec<u32>) {
         let set = |on: bool, bit| if on { bit } else { 0 };
-        let flags = set(self.manner.raw, flag::RAW)
+        let flags = set(self.options.raw, flag::RAW)
             | set(self.packed, flag::PACKED)
-            | set(self.manner.fast, flag::FAST)
+            | set(self.options.fast, flag::FAST)
             | set(self.job.softcap.is_some(), flag::CAPPED);
         let cap = self.job.softcap.unwrap_or(0.0).to_bits();
         let most = self.job.most(self.item.forest) as u32;
@@ -314,26 +314,26 @@ fn expect(
     job: &Job<'_>,
     item: &Item<'_>,
     packed: bool,
-    manner: Manner,
+    options: AskOptions,
     blocks: &[&Asked],
     to: &mut Vec<For>,
 ) {
     let part = job.trees(item).of(packed.then_some(0)).len();
     let (view, head, row) = (item.forest.view, item.forest.head, item.row);
     let at = |raw| At { answer: 0, word: 0, part, raw };
-    if manner.fast {
+    if options.fast {
         return to.push(For::Merged((view, head, row), packed, at(0)));
     }
     to.extend(blocks.iter().map(|Asked { block, pages, .. }| {
-        let raw = if manner.raw { item.rows * pages.len() * LANES } else { 0 };
+        let raw = if options.raw { item.rows * pages.len() * LANES } else { 0 };
         For::Block((view, head, row, *block), at(raw))
     }));
 }
 
 /// Words of the answers to an item.
-fn size(job: &Job<'_>, item: &Item<'_>, manner: Manner) -> usize {
+fn size(job: &Job<'_>, item: &Item<'_>, options: AskOptions) -> usize {
     let trees = job.trees(item);
-    let raw = if manner.raw { 8 * item.rows * LANES } else { 0 };
+    let raw = if options.raw { 8 * item.rows * LANES } else { 0 };
     let of = |block: usize| trees.of(item.forest.codec(block)).len() + raw;
     (0..item.forest.blocks.len()).filter(|block| is_remote(item.forest, *block)).map(of).sum()
 }
@@ -396,8 +396,8 @@ fn attend(
     lse: &Shared<'_>,
     feeds: &mut [Feed],
 ) -> Result<(), Error> {
-    let manner = Manner { raw: wanted.is_some(), fast: front.fast && wanted.is_none() };
-    let step = if manner.raw { job.whole() } else { TILE };
+    let options = AskOptions { raw: wanted.is_some(), fast: front.fast && wanted.is_none() };
+    let step = if options.raw { job.whole() } else { TILE };
     let mut next = 0;
     let mut rest: Vec<Item<'_>> = Vec::new();
     // With masses, a wave holds whole forests.
@@ -406,8 +406,8 @@ fn attend(
         loop {
             if rest.is_empty() {
                 let Some(forest) = forests.get(next) else { break };
-                let more: usize = job.items(forest, step).map(|item| size(job, &item, manner)).sum();
-                if manner.raw && words > 0 && words + more > WAVE {
+                let more: usize = job.items(forest, step).map(|item| size(job, &item, options)).sum();
+                if options.raw && words > 0 && words + more > WAVE {
                     break;
                 }
                 rest = job.items(forest, step).collect();
@@ -415,8 +415,8 @@ fn attend(
                 next += 1;
             }
             let Some(item) = rest.pop() else { continue };
-            let more = size(job, &item, manner);
-            if !manner.raw && words > 0 && words + more > WAVE {
+            let more = size(job, &item, options);
+            if !options.raw && words > 0 && words + more > WAVE {
                 rest.push(item);
                 break;
             }
@@ -426,7 +426,8 @@ fn attend(
         let questions: Vec<_> =
             items.iter().map(|item| (item.forest, item.row..item.row + item.rows)).collect();
         let some = words > 0;
-        let remote = if some { Some(Arc::new(front.ask(job, job.layer, &questions, manner)?)) } else { None };
+        let remote =
+            if some { Some(Arc::new(front.ask(job, job.layer, &questions, options)?)) } else { None };
         job.remote = remote.clone().map(|remote| remote as Arc<dyn Elsewhere>);
         let job = &*job;
         match wanted {
@@ -435,8 +436,8 @@ fn attend(
                 job.with_mass(forest, &wanted[forest.view], out, lse, &mut feed.weighed);
             }),
             None => {
-                let merged = remote.as_deref().filter(|_| manner.fast);
-                each(&items, |item| one(job, item, manner.fast, merged, out, lse));
+                let merged = remote.as_deref().filter(|_| options.fast);
+                each(&items, |item| one(job, item, options.fast, merged, out, lse));
             }
         }
     }

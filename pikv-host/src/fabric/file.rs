@@ -11,11 +11,11 @@ use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::Page;
 use crate::memory::pool::Pool;
-use crate::pages::chain::Chain;
 use crate::pages::entry::{Closed, Entry, Held};
 use crate::pages::filing::Layer;
+use crate::pages::run::Run;
 use crate::tiers::Stored;
-use crate::tiers::replica::{Block, Copies, Copy, Mirror, Mirrors, RankPage, RunOf};
+use crate::tiers::replica::{Block, Copies, Copy, Mirror, Mirrors, RankPage, RunId};
 use pikv_core::attend::BLOCK;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
@@ -75,7 +75,7 @@ impl List {
 pub(crate) struct Sent {
     layer: usize,
     head: usize,
-    chain: usize,
+    run: usize,
     ordinal: u32,
     slot: Arc<Stored>,
 }
@@ -92,7 +92,7 @@ fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
     entry.pending == 0 && page.is_some_and(|page| !page.is_shared())
 }
 
-impl Chain {
+impl Run {
     /// Pages on the front that were not sent: those not examined yet, and those that had to stay.
     fn unsent(&self) -> impl Iterator<Item = (u32, &Entry)> {
         self.from(self.sent()).map(|entry| (entry.ordinal, entry))
@@ -148,7 +148,7 @@ impl Chain {
     pub(super) fn mirror(
         &self,
         front: &Front,
-        run: RunOf,
+        run: RunId,
         (layout, codec): (&Layout, bool),
         ordinal: u32,
         (rank, epoch): (u32, u64),
@@ -225,13 +225,13 @@ impl Chain {
 #[derive(Default)]
 struct Aside<'a> {
     work: ByRank,
-    noted: Vec<(&'a Mirrors, RunOf, Mirror)>,
+    noted: Vec<(&'a Mirrors, RunId, Mirror)>,
 }
 
 /// The head and run of some pages.
 #[derive(Clone, Copy)]
 struct Whose<'a> {
-    run: RunOf,
+    run: RunId,
     layout: &'a Layout,
     codec: Option<&'a HeadCodec>,
 }
@@ -253,9 +253,9 @@ impl Front {
         for layer in layers {
             for (h, head) in layer.heads.iter().enumerate() {
                 let (layout, codec) = (&inner.config.layers[l].layout, layer.codecs[h].as_ref());
-                for (c, chain) in head.chains.experts() {
-                    let whose = Whose { run: run_of(l, h, c), layout, codec };
-                    self.set_aside_of(&link, chain, whose, &[], &mut aside);
+                for (c, run) in head.runs.experts() {
+                    let whose = Whose { run: run_id(l, h, c), layout, codec };
+                    self.set_aside_of(&link, run, whose, &[], &mut aside);
                 }
             }
         }
@@ -269,7 +269,7 @@ impl Front {
         Ok(())
     }
 
-    fn note_mirrors(&self, noted: Vec<(&Mirrors, RunOf, Mirror)>) {
+    fn note_mirrors(&self, noted: Vec<(&Mirrors, RunId, Mirror)>) {
         noted.into_iter().for_each(|(mirrors, run, mirror)| mirrors.note(run, &self.mirrors, mirror));
     }
 
@@ -287,13 +287,13 @@ impl Front {
     fn set_aside_of<'a>(
         &self,
         link: &Link,
-        chain: &'a Chain,
+        run: &'a Run,
         whose: Whose<'_>,
         going: &[(u32, Copies)],
         aside: &mut Aside<'a>,
     ) {
-        let Whose { run, layout, codec } = whose;
-        let here = chain.unsent().filter(|(ordinal, entry)| {
+        let Whose { run: id, layout, codec } = whose;
+        let here = run.unsent().filter(|(ordinal, entry)| {
             let read = match entry.held {
                 Held::Open(_) => codec.is_none(),
                 Held::Closed(_) => true,
@@ -302,21 +302,21 @@ impl Front {
             read && going.iter().all(|(gone, _)| gone != ordinal)
         });
         let words = codec.map_or(layout.words(), |codec| codec.packed.words());
-        for ordinal in here.map(|(ordinal, _)| ordinal).chain([chain.next]) {
+        for ordinal in here.map(|(ordinal, _)| ordinal).chain([run.next]) {
             let block = block_of(ordinal);
-            let known = chain.mirrors.rank(block * BLOCK as u32..(block + 1) * BLOCK as u32);
+            let known = run.mirrors.rank(block * BLOCK as u32..(block + 1) * BLOCK as u32);
             let new = going.iter().rfind(|(gone, _)| block_of(*gone) == block);
             let rank = match new {
                 Some((_, copies)) => copies.first().map(|copy| copy.rank),
-                None => match chain.ranks_of(link, block) {
+                None => match run.ranks_of(link, block) {
                     Some(Ok(ranks)) => known.filter(|rank| ranks.contains(rank)).or(ranks.first().copied()),
                     // Its pages are all on the front, or are lost.
                     None | Some(Err(_)) => None,
                 },
             };
             if let Some(rank) = rank {
-                let mirror = chain.set_aside(self, ordinal, (rank, link.epoch), words, aside.work.of(rank));
-                aside.noted.extend(mirror.map(|mirror| (&chain.mirrors, run, mirror)));
+                let mirror = run.set_aside(self, ordinal, (rank, link.epoch), words, aside.work.of(rank));
+                aside.noted.extend(mirror.map(|mirror| (&run.mirrors, id, mirror)));
             }
         }
     }
@@ -348,21 +348,21 @@ impl Front {
             for (l, layer) in layers.iter().enumerate() {
                 for (h, head) in layer.heads.iter().enumerate() {
                     let codec = layer.codecs[h].as_ref();
-                    for (c, chain) in head.chains.experts() {
+                    for (c, run) in head.runs.experts() {
                         let mut going: SmallVec<[(u32, Copies); 4]> = SmallVec::new();
-                        for (ordinal, entry) in chain.unsent().filter(|(ordinal, entry)| {
-                            let stays = chain.shares_at(*ordinal) || chain.is_tied(*ordinal);
+                        for (ordinal, entry) in run.unsent().filter(|(ordinal, entry)| {
+                            let stays = run.shares_at(*ordinal) || run.is_tied(*ordinal);
                             !stays && may_go(entry, codec.is_some(), kept)
                         }) {
-                            let at = At { layer: l, head: h, chain: c, ordinal };
-                            let leaving = Leaving { chain, entry, codec, at };
+                            let at = At { layer: l, head: h, run: c, ordinal };
+                            let leaving = Leaving { run, entry, codec, at };
                             let slot = self.send_page(inner, link, leaving, &mut aside.work)?;
                             going.extend(slot.rank_page().map(|kept| (ordinal, kept.copies())));
-                            sent.push(Sent { layer: l, head: h, chain: c, ordinal, slot });
+                            sent.push(Sent { layer: l, head: h, run: c, ordinal, slot });
                         }
                         let whose =
-                            Whose { run: run_of(l, h, c), layout: &inner.config.layers[l].layout, codec };
-                        self.set_aside_of(link, chain, whose, &going, &mut aside);
+                            Whose { run: run_id(l, h, c), layout: &inner.config.layers[l].layout, codec };
+                        self.set_aside_of(link, run, whose, &going, &mut aside);
                     }
                 }
             }
@@ -389,16 +389,16 @@ impl Front {
         page: Leaving<'_>,
         work: &mut ByRank,
     ) -> Result<Arc<Stored>, FabricError> {
-        let Leaving { chain, entry, codec, at: At { layer, head, chain: c, ordinal } } = page;
+        let Leaving { run, entry, codec, at: At { layer, head, run: c, ordinal } } = page;
         let layout = &inner.config.layers[layer].layout;
-        let run = run_of(layer, head, c);
-        let block = Block { layer: run.layer, head: run.head, expert: run.expert, block: block_of(ordinal) };
-        let ranks = match chain.ranks_of(link, block.block) {
+        let id = run_id(layer, head, c);
+        let block = Block { layer: id.layer, head: id.head, expert: id.expert, block: block_of(ordinal) };
+        let ranks = match run.ranks_of(link, block.block) {
             Some(ranks) => ranks?,
             None => vec![self.rank_of(link, &block)?],
         };
-        let mirrored = match chain.mirrors.list() {
-            Some(list) => chain.own(&list, ordinal).map(|mirror| mirror.copy.rank),
+        let mirrored = match run.mirrors.list() {
+            Some(list) => run.own(&list, ordinal).map(|mirror| mirror.copy.rank),
             None => None,
         };
         let mirrored = mirrored.filter(|rank| ranks.contains(rank));
@@ -408,7 +408,7 @@ impl Front {
             let work = work.of(rank);
             let mirror = mirrored.filter(|mirrored| *mirrored == rank);
             let mirror = mirror.and_then(|_| {
-                chain.mirror(self, run, (layout, codec.is_some()), ordinal, (rank, link.epoch), work)
+                run.mirror(self, id, (layout, codec.is_some()), ordinal, (rank, link.epoch), work)
             });
             match mirror {
                 Some(copy) => {
@@ -432,17 +432,17 @@ impl Front {
 
     /// Replaces local pages by the copies on ranks.
     pub fn place(&self, layers: &mut [Common<Layer>], sent: Vec<Sent>, kept: u32) {
-        for Sent { layer, head, chain, ordinal, slot } in sent {
+        for Sent { layer, head, run, ordinal, slot } in sent {
             let codecs = layers[layer].codecs.clone();
             let codec = codecs[head].as_ref();
-            let chain = &mut layers[layer].heads[head].chains[chain];
+            let run = &mut layers[layer].heads[head].runs[run];
             // A policy may have evicted from the page, or it may have other tokens: it then stays until the next step.
             let same = |entry: &Entry| {
                 let mut lanes = (0..entry.fill).filter(|lane| entry.live >> lane & 1 == 1);
                 lanes.all(|lane| entry.position(codec, lane) == Some(slot.positions[lane as usize]))
             };
-            let tied = chain.is_tied(ordinal);
-            let entry = chain.entry_mut(ordinal).filter(|_| !tied);
+            let tied = run.is_tied(ordinal);
+            let entry = run.entry_mut(ordinal).filter(|_| !tied);
             if let Some(entry) = entry.filter(|entry| may_go(entry, codec.is_some(), kept) && same(entry)) {
                 let by = match &entry.held {
                     Held::Closed(closed) => Some(closed.by),
@@ -450,19 +450,19 @@ impl Front {
                 };
                 entry.held = Held::Away(crate::pages::entry::Away { slot, by });
             }
-            chain.pass_sent();
+            run.pass_sent();
         }
     }
 }
 
 /// The run with index `c` of a head; the first is the sinks', which stay on the front.
-pub(super) fn run_of(layer: usize, head: usize, c: usize) -> RunOf {
-    RunOf { layer: layer as u32, head: head as u32, expert: c as u16 - 1 }
+pub(super) fn run_id(layer: usize, head: usize, c: usize) -> RunId {
+    RunId { layer: layer as u32, head: head as u32, expert: c as u16 - 1 }
 }
 
 /// A page that is sent to its ranks.
 struct Leaving<'a> {
-    chain: &'a Chain,
+    run: &'a Run,
     entry: &'a Entry,
     codec: Option<&'a HeadCodec>,
     at: At,
@@ -473,6 +473,6 @@ struct Leaving<'a> {
 struct At {
     layer: usize,
     head: usize,
-    chain: usize,
+    run: usize,
     ordinal: u32,
 }

@@ -32,8 +32,8 @@ pub(crate) struct Front {
     pub(super) experts: usize,
     pub(super) level: Arc<Level>,
     pub(super) fast: bool,
-    /// For each rank, whether it is reached by messages that leave the process.
-    wired: Vec<bool>,
+    /// For each rank, whether it is apart from the front.
+    remote: Vec<bool>,
     /// For each layer: the ranks of each expert's slots, if experts were placed by load.
     pub(super) placed: RwLock<Vec<Option<Vec<Vec<u32>>>>>,
     /// Copies on ranks of pages that are still on the front, for moves.
@@ -107,7 +107,7 @@ impl Front {
             return Err(ConfigError::Shards { shards: fabric.ranks() }.into());
         }
         let ranks = fabric.ranks() as usize;
-        let wired = (0..fabric.ranks()).map(|rank| fabric.is_wired(rank)).collect();
+        let remote = (0..fabric.ranks()).map(|rank| fabric.is_remote(rank)).collect();
         let session = RandomState::new().build_hasher().finish();
         let link = Link::new(fabric, options.timeout, session, fingerprint)?;
         let (layers, experts) = (config.layers.len(), config.experts as usize);
@@ -121,7 +121,7 @@ impl Front {
             experts,
             level: Arc::new(Level::fabric()),
             fast: options.fast,
-            wired,
+            remote,
             placed: RwLock::new(vec![None; layers]),
             mirrors: Arc::default(),
             book: Mutex::default(),
@@ -268,8 +268,8 @@ impl FetchPage for Front {
         Ok(())
     }
 
-    fn is_wired(&self, rank: u32) -> bool {
-        self.wired.get(rank as usize).copied().unwrap_or(true)
+    fn is_remote(&self, rank: u32) -> bool {
+        self.remote.get(rank as usize).copied().unwrap_or(true)
     }
 }
 

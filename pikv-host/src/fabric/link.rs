@@ -189,7 +189,7 @@ impl Link {
         self.traffic.rounds += 1;
         for (rank, mut message) in messages {
             (message[HEADER - 2], message[HEADER - 1]) = (call as u32, (call >> 32) as u32);
-            if self.fabric.is_wired(rank) {
+            if self.fabric.is_remote(rank) {
                 self.traffic.messages += 1;
                 self.traffic.sent += 4 * message.len() as u64;
             }
@@ -237,7 +237,7 @@ impl Link {
             match sound {
                 Err(error) => self.lose(rank, error, &mut first),
                 Ok(()) => {
-                    if self.fabric.is_wired(rank) {
+                    if self.fabric.is_remote(rank) {
                         self.traffic.received += 4 * words.len() as u64;
                     }
                     answers[at] = Some(words);

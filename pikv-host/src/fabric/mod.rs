@@ -60,8 +60,9 @@ pub trait Fabric: Send {
     /// No message can ever arrive again.
     fn receive(&mut self, until: Instant) -> Result<Option<(u32, Vec<u32>)>, FabricError>;
 
-    /// Whether messages to a rank leave the process, and count as [`Traffic`].
-    fn is_wired(&self, _rank: u32) -> bool {
+    /// Whether a rank is apart from the front: in another process, on another device, or on a thread with memory of its own. Messages to it
+    /// then count as [`Traffic`], and wanted pages that it alone holds as misses.
+    fn is_remote(&self, _rank: u32) -> bool {
         true
     }
 

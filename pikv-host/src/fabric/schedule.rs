@@ -236,8 +236,8 @@ impl<'a> Read<'a> {
         }
     }
 
-    /// Traffic of filing a token. Pages that are not packed are sent token by token, except the first of a block; packed ones whole. The
-    /// rank is finally told to keep a page whose tokens it has.
+    /// Traffic of filing a token. Pages that are not packed are sent token by token, except the first of a block; packed ones whole. Once
+    /// the rank has all tokens of a page, a last message has it keep the page.
     fn files(&self, rank: usize) -> Wire {
         if self.blocks == 0 {
             return Wire::default();

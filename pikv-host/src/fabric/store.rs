@@ -41,7 +41,7 @@ pub struct RankStore {
 
 /// The page writes of a message: in host memory they are done at once, on a device all together.
 #[derive(Default)]
-struct Came<'m> {
+struct PageWrites<'m> {
     /// Tokens: layer, page address, lane, and words.
     tokens: Vec<(usize, u64, u32, &'m [u32])>,
     /// Pages: address and words.
@@ -158,10 +158,10 @@ impl RankStore {
             self.refused.remove(&id);
         }
         // Failed writes of tokens are reported when the page is first read, those of whole pages at the end of this message.
-        let (mut first, mut came) = (Ok(()), Came::default());
-        self.take_tokens(reader, &mut came, &mut first)?;
-        self.take_pages(reader, &mut came, &mut first)?;
-        self.place(came)?;
+        let (mut first, mut writes) = (Ok(()), PageWrites::default());
+        self.take_tokens(reader, &mut writes, &mut first)?;
+        self.take_pages(reader, &mut writes, &mut first)?;
+        self.place(writes)?;
         first?;
         for _ in 0..reader.word().ok_or(CUT)? {
             self.held(reader.u64().ok_or(CUT)?)?;
@@ -193,7 +193,7 @@ impl RankStore {
     fn take_tokens<'m>(
         &mut self,
         reader: &mut Reader<'m>,
-        came: &mut Came<'m>,
+        writes: &mut PageWrites<'m>,
         first: &mut Result<(), Refusal>,
     ) -> Result<(), Refusal> {
         for _ in 0..reader.word().ok_or(CUT)? {
@@ -209,7 +209,7 @@ impl RankStore {
             match self.page(id, layout.words()) {
                 Ok(page) => {
                     let tokens = (lane..).zip(tokens.chunks_exact(width));
-                    tokens.for_each(|(lane, token)| came.token(page, (layer, &layout), lane, token));
+                    tokens.for_each(|(lane, token)| writes.token(page, (layer, &layout), lane, token));
                     self.refused.remove(&id);
                 }
                 Err(refusal) => match self.refused.len() < REFUSED {
@@ -225,7 +225,7 @@ impl RankStore {
     fn take_pages<'m>(
         &mut self,
         reader: &mut Reader<'m>,
-        came: &mut Came<'m>,
+        writes: &mut PageWrites<'m>,
         first: &mut Result<(), Refusal>,
     ) -> Result<(), Refusal> {
         for _ in 0..reader.word().ok_or(CUT)? {
@@ -234,7 +234,7 @@ impl RankStore {
             let room = n & wire::ROOM != 0;
             let words = if room { &[] } else { reader.words(n as usize).ok_or(CUT)? };
             match self.page(id, n & !wire::ROOM) {
-                Ok(page) if !room => came.page(page, words),
+                Ok(page) if !room => writes.page(page, words),
                 Ok(_) => {}
                 Err(refusal) => *first = (*first).and(Err(refusal)),
             }
@@ -307,9 +307,9 @@ impl RankStore {
         self.device().is_some_and(|device| device.is_lost())
     }
 
-    /// Has a device write what came for its pages.
-    fn place(&self, came: Came<'_>) -> Result<(), Refusal> {
-        let Came { mut tokens, pages } = came;
+    /// Has a device execute the writes to its pages.
+    fn place(&self, writes: PageWrites<'_>) -> Result<(), Refusal> {
+        let PageWrites { mut tokens, pages } = writes;
         if let Some(device) = self.device() {
             let refusal = |error| self.refusal(error);
             tokens.sort_by_key(|(layer, ..)| *layer);
@@ -433,7 +433,7 @@ fn side_by_side<I: Sync, O: Send>(items: &[I], threads: usize, f: impl Fn(&I) ->
     done.into_iter().map(|(_, result)| result).collect()
 }
 
-impl<'m> Came<'m> {
+impl<'m> PageWrites<'m> {
     fn token(&mut self, page: &mut Page, of: (usize, &Layout), lane: u32, token: &'m [u32]) {
         let (near, address) = (page.is_near(), page.address());
         let Some(words) = page.words_mut() else { return };

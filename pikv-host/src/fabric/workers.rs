@@ -10,7 +10,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// A thread for each rank, with its pages in an arena of its own. Messages are moved, not copied.
+/// A thread for each rank, with its pages in an arena of its own. Messages are moved, not copied. They count as
+/// [`Traffic`](super::Traffic) all the same ([`Fabric::is_remote`]): that is what ranks on other machines would send and receive.
 #[derive(Debug)]
 pub struct InProcess {
     workers: Vec<Worker>,

@@ -8,7 +8,7 @@ use crate::base::failures::Counts;
 use crate::config::CacheConfig;
 use crate::memory::cuda::Pending;
 use crate::memory::growth::Growth;
-use crate::memory::size_class::{Counted, POISON, SizeClass, Spot};
+use crate::memory::size_class::{Counted, FILLER, SizeClass, Spot};
 use pikv_core::LANES;
 use std::borrow::Cow;
 use std::fmt;
@@ -29,7 +29,7 @@ pub struct Arenas {
     /// Bytes in use or reserved.
     taken: AtomicU64,
     growth: Growth,
-    poison: bool,
+    nan_fill: bool,
     /// Whether freed pages are overwritten, and the count of failures to do so.
     wipe: bool,
     failures: Arc<Counts>,
@@ -142,7 +142,7 @@ impl Arenas {
     ) -> Arc<Arenas> {
         let heads: Vec<(u32, u32)> = heads.into_iter().collect();
         let mut classes: Vec<u32> = heads.iter().map(|(words, _)| *words).collect();
-        let &CacheConfig { budget, poison, wipe, .. } = config;
+        let &CacheConfig { budget, nan_fill, wipe, .. } = config;
         let (shards, failures) = (config.shards.shards(), failures.clone());
         let backend = config.backend.clone();
         classes.sort_unstable();
@@ -151,7 +151,7 @@ impl Arenas {
         let shards = (0..shards).map(|_| AtomicU64::new(0)).collect();
         let taken = AtomicU64::new(0);
         let growth = Growth::new(&classes, &heads);
-        Arc::new(Arenas { classes, sizes, shards, backend, budget, taken, growth, poison, wipe, failures })
+        Arc::new(Arenas { classes, sizes, shards, backend, budget, taken, growth, nan_fill, wipe, failures })
     }
 
     /// Bytes of pages in use on each shard.
@@ -220,13 +220,13 @@ impl Arenas {
         let near = self.near(class);
         let (shard, class) = (shard as usize, usize::from(class));
         let words = self.classes[class] as usize;
-        if self.poison || self.wipe {
+        if self.nan_fill || self.wipe {
             // SAFETY: the last handle is being dropped, so nothing else accesses these `near` words of the chunk.
-            unsafe { std::slice::from_raw_parts_mut(page.words.as_ptr(), near) }.fill(POISON);
+            unsafe { std::slice::from_raw_parts_mut(page.words.as_ptr(), near) }.fill(FILLER);
         }
         if self.wipe
             && let Some(device) = self.backend.device()
-            && device.fill(page.address(), POISON, words as u32).is_err()
+            && device.fill(page.address(), FILLER, words as u32).is_err()
         {
             self.failures.unwiped();
         }
@@ -295,14 +295,14 @@ impl Reservation {
         arenas.shards[shard as usize].fetch_add(bytes, Ordering::Relaxed);
         let mut page = Page { arenas: arenas.clone(), words: first, counted };
         self.subtract(bytes);
-        let all = self.arenas.poison;
+        let all = self.arenas.nan_fill;
         if let Some(words) = page.words_mut() {
             let n = if all { words.len() } else { LANES };
-            words[..n].fill(POISON);
+            words[..n].fill(FILLER);
         }
         // The whole page: a device reads the keys of all lanes, written or not.
         if let Some(device) = page.arenas.backend.device() {
-            device.fill(page.address(), POISON, words)?;
+            device.fill(page.address(), FILLER, words)?;
         }
         Ok(page)
     }
@@ -321,8 +321,8 @@ impl Page {
     /// The page's first words: the positions in a page of single tokens.
     #[inline]
     pub fn positions(&self) -> &[u32; LANES] {
-        // SAFETY: as in `words`; every page has at least `LANES` words, and for a device page these are in host memory. (`near`, which
-        // would say so, costs a memory access.)
+        // SAFETY: as in `words`; every page has at least `LANES` words, and for a device page these are in host memory. (A check by `near`
+        // would cost a memory access.)
         unsafe { &*self.words.as_ptr().cast() }
     }
 

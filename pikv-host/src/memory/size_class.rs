@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 /// rows.
 const CHUNK: u64 = 2 << 20;
 
-/// Word of poisoned pages: NaN as f32, f16 and bf16, and not a position.
-pub(super) const POISON: u32 = u32::MAX;
+/// Word of unused and filled pages: NaN as f32, f16 and bf16, and not a position.
+pub(super) const FILLER: u32 = u32::MAX;
 
 /// Words of the header of a device page: positions, then the address.
 const HEADER: usize = LANES + 2;
@@ -181,7 +181,7 @@ impl SizeClass {
                 let memory = device.allocate(bytes)?;
                 let address = |page_index| memory.address() + page_index * page;
                 let header = |i| {
-                    [[POISON; LANES].as_slice(), &[address(i) as u32, (address(i) >> 32) as u32]].concat()
+                    [[FILLER; LANES].as_slice(), &[address(i) as u32, (address(i) >> 32) as u32]].concat()
                 };
                 let mut headers: Vec<u32> = (0..pages).flat_map(header).collect();
                 (NonNull::from(&mut headers[..]).cast(), Memory::Device(headers, memory))

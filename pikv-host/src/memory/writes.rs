@@ -5,7 +5,7 @@ use crate::base::error::Error;
 use crate::base::host_slice::HostSlice;
 use crate::codec::{HeadCodec, Old};
 use crate::memory::arena::{Near, Page, Reservation};
-use crate::memory::size_class::POISON;
+use crate::memory::size_class::FILLER;
 use pikv_core::codec::packed::{Packed, TAGS};
 use pikv_core::page::{Layout, PAGE, Position, Unstorable};
 use pikv_core::warp::LANES;
@@ -99,7 +99,7 @@ impl Reservation {
         if page.is_near() {
             let words = only(&mut copy);
             words.copy_from_slice(page.words());
-            words[fill as usize..LANES].fill(POISON);
+            words[fill as usize..LANES].fill(FILLER);
         } else {
             (0..fill).for_each(|lane| self.copy(layout, page, lane, &mut copy, lane));
         }

@@ -1,14 +1,14 @@
-//! Compaction: merges pages of a chain that lost tokens.
+//! Compaction: merges pages of a run that lost tokens.
 
 use crate::base::deque::first_if;
 use crate::base::error::Error;
-use crate::base::ids::{Place, chain_place};
+use crate::base::ids::{Place, run_place};
 use crate::memory::arena::{Near, Page};
 use crate::memory::pool::Pool;
-use crate::pages::chain::Chain;
 use crate::pages::entry::{Away, Entry, Held};
 use crate::pages::homes::Homes;
 use crate::pages::past::{Before, Compacted, Was, Went};
+use crate::pages::run::Run;
 use crate::tiers::Stored;
 use pikv_core::attend::filled;
 use pikv_core::page::{Layout, PAGE};
@@ -17,15 +17,15 @@ use pikv_core::warp::LANES;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// The chain of a compaction.
+/// The run of a compaction.
 #[derive(Clone, Copy)]
 pub(crate) struct Whose<'a> {
     pub pool: &'a Pool,
     pub shape: &'a LayerShape,
     /// Index of the KV head over all layers.
     pub head: u32,
-    /// Index of the chain.
-    pub chain: usize,
+    /// Index of the run.
+    pub run: usize,
 }
 
 /// Destination of merged tokens.
@@ -88,16 +88,16 @@ impl Whose<'_> {
     }
 }
 
-impl Chain {
+impl Run {
     /// Moves tokens of pages towards the newest of these pages, and frees pages that are then empty, if at least a fifth of all lanes
     /// is evicted. Pages with tokens at or after `kept`, which a rollback can reach, and packed pages do not change.
     ///
     /// Blocks, and so shards, depend on ordinals: a token moves to a page on the shard of its new ordinal.
-    /// Pages in lower tiers are compacted like others, so that results do not depend on tiers. `O(tokens)` of the chain, which
+    /// Pages in lower tiers are compacted like others, so that results do not depend on tiers. `O(tokens)` of the run, which
     /// is amortised by the evicted tokens. With `noted` returns the former pages, if any changed.
     ///
     /// # Errors
-    /// No memory for a copy of a shared page; a failed lower tier or device. The chain is then unchanged.
+    /// No memory for a copy of a shared page; a failed lower tier or device. The run is then unchanged.
     pub fn compact(&mut self, whose: &Whose<'_>, kept: u32, noted: bool) -> Result<Option<Compacted>, Error> {
         let Some((end, live)) = self.thinned(kept) else { return Ok(None) };
         let mut plan = self.plan(whose, end, live)?;
@@ -170,7 +170,7 @@ impl Chain {
         // A device moves tokens itself, unless a page is in a lower tier or the host needs keys for bounds.
         let near = self.entries.range(..end).all(|entry| !matches!(entry.held, Held::Away(_)));
         let far = whose.is_far();
-        let fetches = far && (shape.config.bounds || !near || !targets.iter().all(|(_, t)| t.is_here()));
+        let fetches = far && (shape.config.key_bounds || !near || !targets.iter().all(|(_, t)| t.is_here()));
         let away = self.entries.range(..end).map(|entry| match &entry.held {
             Held::Away(Away { slot, .. }) if entry.live != 0 => slot.read().map(Some),
             Held::Open(page) if fetches && entry.live != 0 => {
@@ -186,7 +186,7 @@ impl Chain {
             self.move_far(whose, targets, moves, assembled.as_deref())?;
             let whole = filled.iter().zip(assembled.iter().flatten());
             let of = |(live, words): (&u32, &Vec<u32>)| Some(Entry::bounds_of(*live, words, layout, rope));
-            bounds.extend(whole.filter(|_| shape.config.bounds).map(of));
+            bounds.extend(whole.filter(|_| shape.config.key_bounds).map(of));
         }
         Ok(Ready { away, lower, bounds })
     }
@@ -228,7 +228,7 @@ impl Chain {
     /// Home experts of the tokens of each target after the moves.
     fn homes_after(&self, whose: &Whose<'_>, plan: &Plan) -> Vec<Homes> {
         let mut homes = vec![Homes::default(); plan.targets.len()];
-        if let Place::Run(run) = chain_place(whose.chain) {
+        if let Place::Run(run) = run_place(whose.run) {
             for Move { from, lane, at, to_lane } in &plan.moves {
                 homes[*at].set(run, *to_lane, self.entries[*from].homes.get(run, *lane));
             }
@@ -241,7 +241,7 @@ impl Chain {
         let Plan { end, targets, filled, .. } = plan;
         let Ready { mut lower, mut bounds, .. } = ready;
         let (layout, rope) = (&whose.shape.layout, whose.shape.rope.as_ref());
-        let bounded = whose.pool.shape.config.bounds;
+        let bounded = whose.pool.shape.config.key_bounds;
         let targets = targets.into_iter().zip(filled).zip(homes);
         let mut left: VecDeque<(usize, Target, u32, Homes)> =
             targets.map(|(((to, target), live), homes)| (to, target, live, homes)).collect();
@@ -392,7 +392,7 @@ impl Chain {
         let lower = || whose.pool.tiers.is_some().then_some(Target::Lower);
         let fresh = |i: usize| {
             let pages = whose.pool.arenas.reserve(u64::from(words) * 4);
-            let place = chain_place(whose.chain);
+            let place = run_place(whose.run);
             let shard = whose.pool.shape.shard_of(place, self.entries[i].ordinal, whose.head);
             let fresh = pages.and_then(|mut pages| pages.take(shard, words, Near::Any)).map(Target::Fresh);
             fresh.or_else(|error| lower().ok_or(error))

@@ -4,15 +4,15 @@
 //! runs are cut to the tokens that had left the ring, on the same pages; the ring is rebuilt from the other tokens.
 
 use crate::base::error::Error;
-use crate::base::ids::{Place, chain_place};
+use crate::base::ids::{Place, run_place};
 use crate::codec::HeadCodec;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::memory::pool::Pool;
-use crate::pages::chain::Chain;
 use crate::pages::entry::{Away, Entry, Held};
 use crate::pages::filing::{Layer, Undo};
 use crate::pages::head::Head;
 use crate::pages::past::Past;
+use crate::pages::run::Run;
 use crate::pages::sealed::Sealed;
 use pikv_core::attend::filled;
 use pikv_core::page::PAGE;
@@ -57,10 +57,9 @@ impl Layer {
         if cut.pool.hits().is_some() {
             return Some("hits are counted");
         }
-        let live = |head: &Head| head.chains.iter().map(|(_, chain)| chain.live()).sum::<u32>();
+        let live = |head: &Head| head.runs.iter().map(|(_, run)| run.live()).sum::<u32>();
         // Ordinals that are missing belong to evicted pages whose tokens were rolled back.
-        let gaps =
-            |head: &Head| head.chains.iter().any(|(_, chain)| chain.entries.len() != chain.next as usize);
+        let gaps = |head: &Head| head.runs.iter().any(|(_, run)| run.entries.len() != run.next as usize);
         if self.heads.iter().any(|head| live(head) != self.filed || gaps(head)) {
             return Some("tokens were evicted, or left a window");
         }
@@ -85,7 +84,7 @@ impl Layer {
             .zip(self.first_head..)
             .map(|(head, global)| {
                 let ring = missing.clone().filter(|tile| head.tile(cut, *tile, global).is_none()).count();
-                let away = head.chains.iter().filter(|(_, chain)| chain.cut_away(left)).count();
+                let away = head.runs.iter().filter(|(_, run)| run.cut_away(left)).count();
                 (ring + away) as u64
             })
             .sum();
@@ -105,9 +104,9 @@ impl Layer {
         // have left the ring since have other tokens after that point.
         let ahead = self.sealed.as_ref().filter(|sealed| sealed.until > self.filed);
         let known = ahead.map_or(self.filed, |sealed| sealed.until);
-        let from = |h: usize, c: usize| heads[h].chains[c].next_place(false).0;
-        let chains = self.heads.iter().map(|head| &head.chains);
-        let sealed = Sealed::of(cut.len.min(known), chains, from, ahead);
+        let from = |h: usize, c: usize| heads[h].runs[c].next_place(false).0;
+        let runs = self.heads.iter().map(|head| &head.runs);
+        let sealed = Sealed::of(cut.len.min(known), runs, from, ahead);
         let sealed = (sealed.until > cut.left()).then_some(sealed);
         Ok(Layer {
             heads,
@@ -145,14 +144,14 @@ impl Layer {
                     *page = same;
                 }
             }
-            for (c, chain) in head.chains.iter_mut() {
+            for (c, run) in head.runs.iter_mut() {
                 let sealed = other.sealed.as_ref();
                 let ahead = |entry: &Entry, last| sealed?.page(h, c, entry.ordinal, entry.fill - 1, last);
-                for i in (0..chain.entries.len()).filter(|i| chain.entries[*i].fill > 0).collect::<Vec<_>>() {
-                    let entry = &chain.entries[i];
+                for i in (0..run.entries.len()).filter(|i| run.entries[*i].fill > 0).collect::<Vec<_>>() {
+                    let entry = &run.entries[i];
                     let Some(last) = entry.last().filter(|last| *last < cut.len) else { continue };
-                    let (known, ahead) = (theirs.chains[c].entry(entry.ordinal), ahead(entry, last));
-                    chain.entries[i].share(known, ahead, codec);
+                    let (known, ahead) = (theirs.runs[c].entry(entry.ordinal), ahead(entry, last));
+                    run.entries[i].share(known, ahead, codec);
                 }
             }
         }
@@ -192,7 +191,7 @@ impl Head {
         (global, tiles): (u32, u32),
         pages: &mut Reservation,
     ) -> Result<Head, Error> {
-        let chains = self.chains.map(|c, chain| chain.cut(cut, (global, c), pages))?;
+        let runs = self.runs.map(|c, run| run.cut(cut, (global, c), pages))?;
         let mut ring = VecDeque::new();
         for tile in cut.first_tile()..cut.len.div_ceil(PAGE) {
             ring.push_back(match tile.checked_sub(tiles) {
@@ -204,15 +203,15 @@ impl Head {
             });
         }
         let ring = self.ring.of_pages(ring);
-        Ok(Head { ring, chains, own: self.own.clone(), ghosts: Default::default() })
+        Ok(Head { ring, runs, own: self.own.clone(), ghosts: Default::default() })
     }
 
     /// A page of a run with the tokens of a ring tile at the same lanes, on the same shard.
     fn tile(&self, cut: &Cut<'_>, tile: u32, global: u32) -> Option<Page> {
         let shard = cut.pool.shape.shard_of(Place::Ring, tile, global);
-        self.chains.iter().find_map(|(_, chain)| {
-            let i = chain.first_of(tile * PAGE);
-            let Entry { held: Held::Open(page), fill: PAGE, .. } = chain.entries.get(i)? else { return None };
+        self.runs.iter().find_map(|(_, run)| {
+            let i = run.first_of(tile * PAGE);
+            let Entry { held: Held::Open(page), fill: PAGE, .. } = run.entries.get(i)? else { return None };
             let is = page.positions().iter().zip(tile * PAGE..).all(|(position, wanted)| *position == wanted);
             (is && page.shard() == shard).then(|| page.clone())
         })
@@ -232,9 +231,9 @@ impl Head {
         let positions = tile * PAGE..(tile + 1) * PAGE;
         let near = |entry: &&Entry| entry.position(None, 0).is_some_and(|first| first < positions.end);
         let sources = || {
-            self.chains.iter().flat_map(|(_, chain)| {
-                let from = chain.first_of(positions.start).saturating_sub(1);
-                chain.entries.range(from..).take_while(near)
+            self.runs.iter().flat_map(|(_, run)| {
+                let from = run.first_of(positions.start).saturating_sub(1);
+                run.entries.range(from..).take_while(near)
             })
         };
         let away = |entry: &Entry| matches!(entry.held, Held::Away(_));
@@ -265,7 +264,7 @@ impl Head {
     }
 }
 
-impl Chain {
+impl Run {
     /// Index of the first page whose first token is at `position` or later. `O(log pages)`.
     fn first_of(&self, position: u32) -> usize {
         self.entries.partition_point(|entry| entry.position(None, 0).is_some_and(|first| first < position))
@@ -285,25 +284,25 @@ impl Chain {
         matches!(entry.held, Held::Away(_)) && self.tokens_of(last, left) < entry.fill
     }
 
-    /// The run with the tokens that are outside the ring at the cut; it is chain `c` of head `global`.
-    fn cut(&self, cut: &Cut<'_>, (global, c): (u32, usize), pages: &mut Reservation) -> Result<Chain, Error> {
+    /// The run with the tokens that are outside the ring at the cut; it is run `c` of head `global`.
+    fn cut(&self, cut: &Cut<'_>, (global, c): (u32, usize), pages: &mut Reservation) -> Result<Run, Error> {
         let left = cut.left();
         let pages_of_it = self.first_of(left);
         // Nothing was evicted and there is no policy state, so whole pages are unchanged.
         let mut entries = self.entries.first(pages_of_it);
-        let Some(last) = pages_of_it.checked_sub(1) else { return Ok(Chain::default()) };
+        let Some(last) = pages_of_it.checked_sub(1) else { return Ok(Run::default()) };
         // All tokens of a page come before those of the next.
         let fill = self.tokens_of(last, left);
         if fill < entries[last].fill {
             let entry = &mut entries[last];
             (entry.fill, entry.live, entry.bounds) = (fill, filled(fill), None);
             if let Held::Away(Away { slot, .. }) = &entry.held {
-                let shard = cut.pool.shape.shard_of(chain_place(c), entry.ordinal, global);
+                let shard = cut.pool.shape.shard_of(run_place(c), entry.ordinal, global);
                 let mut page = pages.take(shard, slot.words() as u32, Near::Any)?;
                 page.put(&slot.read()?)?;
                 entry.held = Held::Open(page);
             }
         }
-        Ok(Chain::of_entries(entries))
+        Ok(Run::of_entries(entries))
     }
 }

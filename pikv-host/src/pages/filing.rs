@@ -1,5 +1,5 @@
-//! A layer of a sequence: filing of tokens that leave the ring in runs of pages, and its undo. Which run a token goes to is in
-//! [`sharing`](crate::config::sharing).
+//! A layer of a sequence: filing of tokens that leave the ring in runs of pages, and its undo. The rule that assigns
+//! a token to a run is in [`sharing`](crate::config::sharing).
 
 pub mod save;
 
@@ -29,12 +29,12 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Original {
     head: usize,
-    chain: usize,
+    run: usize,
     ordinal: u32,
     by: u32,
 }
 
-/// Shared pages that a step copied before it wrote to them: the head, the chain (or the ring if `None`), and the original, which is put
+/// Shared pages that a step copied before it wrote to them: the head, the run (or the ring if `None`), and the original, which is put
 /// back if the step is dropped.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Undo(Vec<(usize, Option<usize>, Page)>);
@@ -46,8 +46,8 @@ impl Undo {
     }
 
     /// Notes the original of a page of a run, if it was copied.
-    fn note_run(&mut self, head: usize, chain: usize, original: Option<Page>) {
-        self.0.extend(original.map(|page| (head, Some(chain), page)));
+    fn note_run(&mut self, head: usize, run: usize, original: Option<Page>) {
+        self.0.extend(original.map(|page| (head, Some(run), page)));
     }
 
     /// Drops the originals, because the step was committed.
@@ -71,7 +71,7 @@ pub(crate) struct Layer {
     pub store: StoreShape,
     /// First tile of each head's ring.
     pub first_tile: u32,
-    /// Tokens that left the ring: positions `0..filed` are in the chains, or evicted.
+    /// Tokens that left the ring: positions `0..filed` are in the runs, or evicted.
     pub filed: u32,
     /// Experts of tokens, up to those of the step under way.
     pub tags: Tags,
@@ -89,7 +89,7 @@ pub(crate) struct Layer {
     pub rule: Option<Arc<Rule>>,
     /// Evictions and compactions that a rollback undoes.
     pub past: Past,
-    /// Heads and chains whose compaction failed, to try again.
+    /// Heads and runs whose compaction failed, to try again.
     pub owed: Vec<(usize, usize)>,
     /// Pages in which tokens of the ring were filed ahead.
     pub sealed: Option<Sealed>,
@@ -106,8 +106,8 @@ impl Layer {
         let own = rule.as_ref().map_or(0, |rule| rule.head_words * rule.versions);
         let states = rule.as_deref().map_or_else(TokenStates::default, Rule::kept);
         let kept = rule.as_ref().map_or((0, 0), |rule| (rule.words, rule.versions));
-        let chains = Runs::new(store.experts, kept);
-        let head = Head { ring: Tiles::new(states), chains, own: vec![0.0; own], ghosts: Ghosts::default() };
+        let runs = Runs::new(store.experts, kept);
+        let head = Head { ring: Tiles::new(states), runs, own: vec![0.0; own], ghosts: Ghosts::default() };
         Layer {
             heads: vec![head; shape.kv_heads as usize],
             first_head,
@@ -127,8 +127,8 @@ impl Layer {
         }
     }
 
-    /// Chain for the token at `position`; `None` if no row can see it after it leaves the ring.
-    pub fn chain_of(&self, inner: &CacheShape, shape: &LayerShape, position: u32) -> Option<usize> {
+    /// Index of the run for the token at `position`; `None` if no row can see it after it leaves the ring.
+    pub fn run_at(&self, inner: &CacheShape, shape: &LayerShape, position: u32) -> Option<usize> {
         if position < self.store.sinks {
             return Some(0);
         }
@@ -195,7 +195,7 @@ impl Layer {
     ) -> Result<(), Error> {
         while self.filed < left {
             let position = self.filed;
-            if let Some(c) = self.chain_of(inner, shape, position) {
+            if let Some(c) = self.run_at(inner, shape, position) {
                 let home = (c > 0).then(|| self.home(inner, position));
                 for h in 0..self.heads.len() {
                     // If a head runs out of memory, the token is removed from the heads before it, so that all heads agree.
@@ -203,28 +203,28 @@ impl Layer {
                     let (head, first_tile) = (self.first_head + h as u32, self.first_tile);
                     let ahead = sealed.map(|sealed| (sealed, h));
                     let token =
-                        Filed { inner, shape, chain: c, home, position, head, first_tile, ahead, aliased };
+                        Filed { inner, shape, run: c, home, position, head, first_tile, ahead, aliased };
                     let codec = self.codecs[h].as_ref().filter(|_| c > 0);
                     let filed = self.heads[h].file(&token, codec, pages, &mut shared);
                     self.undo.note_run(h, c, shared);
                     if let Err(error) = filed {
                         for head in &mut self.heads[..h] {
-                            if let Some((page, lane)) = head.chains[c].newest() {
+                            if let Some((page, lane)) = head.runs[c].newest() {
                                 pages.forget_copy(page, lane);
                             }
-                            head.chains[c]
+                            head.runs[c]
                                 .packed_by(position)
                                 .for_each(|(_, packed)| pages.forget_pack(packed));
                             // A repeated append needs these bytes.
-                            pages.regain(head.chains[c].take_back(position));
+                            pages.regain(head.runs[c].take_back(position));
                         }
                         while self.originals.back().is_some_and(|kept| kept.by == position) {
                             self.originals.pop_back();
                         }
                         return Err(error);
                     }
-                    let packed = self.heads[h].chains[c].packed_by(position);
-                    let original = |(ordinal, _)| Original { head: h, chain: c, ordinal, by: position };
+                    let packed = self.heads[h].runs[c].packed_by(position);
+                    let original = |(ordinal, _)| Original { head: h, run: c, ordinal, by: position };
                     self.originals.extend(packed.map(original));
                 }
             }
@@ -240,8 +240,8 @@ impl Layer {
             let Some(codec) = self.codecs[head].as_ref().filter(|codec| codec.aged.is_some()) else {
                 continue;
             };
-            for (chain, run) in state.chains.experts_mut() {
-                let told = |ordinal, by| self.aging.push_back(Original { head, chain, ordinal, by });
+            for (c, run) in state.runs.experts_mut() {
+                let told = |ordinal, by| self.aging.push_back(Original { head, run: c, ordinal, by });
                 run.age(codec, inner.config.lanes, &shape.layout, self.filed, pages, told)?;
             }
         }
@@ -254,13 +254,13 @@ impl Layer {
     /// # Errors
     /// A failed device. The next call computes the rest.
     pub fn bound(&mut self, inner: &CacheShape, shape: &LayerShape) -> Result<(), Error> {
-        if let Some(device) = inner.config.backend.device().filter(|_| inner.config.bounds) {
+        if let Some(device) = inner.config.backend.device().filter(|_| inner.config.key_bounds) {
             let (mut due, mut places) = (Vec::new(), Vec::new());
             // Positions and keys.
             let words = shape.layout.v_base() as usize;
             for (h, head) in self.heads.iter().enumerate() {
-                for (c, chain) in head.chains.experts() {
-                    let newest = chain.entries.iter().rev().take_while(|entry| entry.bounds.is_none());
+                for (c, run) in head.runs.experts() {
+                    let newest = run.entries.iter().rev().take_while(|entry| entry.bounds.is_none());
                     for (entry, page) in newest.filter_map(|entry| Some((entry, entry.unbounded()?))) {
                         places.push((page.address(), words));
                         due.push((h, c, entry.ordinal));
@@ -270,7 +270,7 @@ impl Layer {
             let heads = &mut self.heads;
             device.read_all(&places, |read| {
                 for ((h, c, ordinal), words) in due.into_iter().zip(read.chunks_exact(words)) {
-                    if let Some(entry) = heads[h].chains[c].entry_mut(ordinal) {
+                    if let Some(entry) = heads[h].runs[c].entry_mut(ordinal) {
                         let bounds = Entry::bounds_of(entry.live, words, &shape.layout, shape.rope.as_ref());
                         entry.bounds = Some(bounds);
                     }
@@ -288,9 +288,9 @@ impl Layer {
         let left = inner.store.ring.left(len);
         while self.filed > left {
             self.filed -= 1;
-            if let Some(c) = self.chain_of(inner, shape, self.filed) {
+            if let Some(c) = self.run_at(inner, shape, self.filed) {
                 let position = self.filed;
-                self.heads.iter_mut().for_each(|head| head.chains[c].pop(position));
+                self.heads.iter_mut().for_each(|head| head.runs[c].pop(position));
             }
         }
         while self.originals.back().is_some_and(|kept| kept.by >= self.filed) {
@@ -301,7 +301,7 @@ impl Layer {
         }
         for (head, codec) in self.heads.iter_mut().zip(self.codecs.iter()) {
             let Some(codec) = codec.as_ref().filter(|codec| codec.aged.is_some()) else { continue };
-            head.chains.experts_mut().for_each(|(_, chain)| chain.rejuvenate(codec, self.filed));
+            head.runs.experts_mut().for_each(|(_, run)| run.rejuvenate(codec, self.filed));
         }
         let tiles = len.div_ceil(PAGE).saturating_sub(self.first_tile) as usize;
         for head in &mut self.heads {
@@ -315,11 +315,11 @@ impl Layer {
         self.truncate(inner, shape, len);
         // A copied page was not full, so it is the last of its run again once the step's tokens are removed; unless the page is one that
         // was filed ahead. The first copy is undone last.
-        for (head, chain, original) in self.undo.0.drain(..).rev() {
+        for (head, run, original) in self.undo.0.drain(..).rev() {
             let head = &mut self.heads[head];
-            let page = match chain {
+            let page = match run {
                 None => head.ring.newest_mut(),
-                Some(c) => match head.chains[c].entries.back_mut() {
+                Some(c) => match head.runs[c].entries.back_mut() {
                     Some(Entry { held: Held::Open(page), .. }) => Some(page),
                     _ => None,
                 },
@@ -342,26 +342,25 @@ impl Layer {
         }
         let kept = ring.kept_from(len);
         self.sealed.take_if(|sealed| sealed.until <= kept);
-        while let Some(&Original { head, chain, ordinal, .. }) =
+        while let Some(&Original { head, run, ordinal, .. }) =
             self.originals.front().filter(|original| original.by < kept)
         {
-            let entry = self.heads[head].chains[chain].entry_mut(ordinal);
+            let entry = self.heads[head].runs[run].entry_mut(ordinal);
             if let Some(Entry { held: Held::Closed(closed), .. }) = entry {
                 closed.original = None;
             }
             self.originals.pop_front();
         }
-        while let Some(Original { head, chain, ordinal, .. }) =
-            first_if(&mut self.aging, |page| page.by < kept)
+        while let Some(Original { head, run, ordinal, .. }) = first_if(&mut self.aging, |page| page.by < kept)
         {
-            let entry = self.heads[head].chains[chain].entry_mut(ordinal);
+            let entry = self.heads[head].runs[run].entry_mut(ordinal);
             if let (Some(Entry { held: Held::Closed(closed), .. }), Some(codec)) = (entry, &self.codecs[head])
             {
                 closed.finish_aging(codec);
             }
         }
-        while let Some((head, chain)) = self.past.forget(len, ring.slack()) {
-            self.tie(head, chain);
+        while let Some((head, run)) = self.past.forget(len, ring.slack()) {
+            self.tie(head, run);
         }
         self.tidy(pool, shape, len);
     }
@@ -384,13 +383,13 @@ impl Layer {
         for h in 0..self.heads.len() {
             // Only full (or evicted) pages: the page in which a token is filed must not depend on when the window moved.
             let codec = self.codecs[h].as_ref();
-            for (c, chain) in self.heads[h].chains.experts_mut() {
-                while let Some((entry, rows)) = chain.slide(seen, kept, codec, noted) {
+            for (c, run) in self.heads[h].runs.experts_mut() {
+                while let Some((entry, rows)) = run.slide(seen, kept, codec, noted) {
                     if noted {
-                        self.past.note_slid((len, h, c), chain.dead, entry, rows);
+                        self.past.note_slid((len, h, c), run.dead, entry, rows);
                     }
                 }
-                chain.tighten();
+                run.tighten();
             }
         }
     }
@@ -409,7 +408,7 @@ impl Layer {
     pub fn table_bytes(&self) -> u64 {
         let head = |head: &Head| {
             let own = head.own.capacity() * size_of::<f32>();
-            head.ring.table_bytes() + own as u64 + head.ghosts.table_bytes() + head.chains.table_bytes()
+            head.ring.table_bytes() + own as u64 + head.ghosts.table_bytes() + head.runs.table_bytes()
         };
         let lists = self.heads.capacity() * size_of::<Head>()
             + self.tags.bytes()

@@ -1,13 +1,13 @@
 //! A KV head of a layer: its ring, its runs of pages, and the filing of tokens from one to the other.
 
 use crate::base::error::Error;
-use crate::base::ids::chain_place;
+use crate::base::ids::run_place;
 use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::{Near, Page, Reservation};
-use crate::pages::chain::Chain;
 use crate::pages::entry::{Entry, Held};
 use crate::pages::ghosts::Ghosts;
+use crate::pages::run::Run;
 use crate::pages::runs::Runs;
 use crate::pages::sealed::Sealed;
 use crate::pages::tiles::Tiles;
@@ -21,7 +21,7 @@ pub(crate) struct Head {
     /// The ring, from the layer's `first_tile`.
     pub ring: Tiles,
     /// The sinks, then each expert.
-    pub chains: Runs,
+    pub runs: Runs,
     /// The policy's state of the head, a version for each length that a rollback can return to.
     pub own: Vec<f32>,
     /// Bounds of the pages that a row can want.
@@ -32,7 +32,7 @@ pub(crate) struct Head {
 pub(crate) struct Filed<'a> {
     pub inner: &'a CacheShape,
     pub shape: &'a LayerShape,
-    pub chain: usize,
+    pub run: usize,
     /// Home expert; `None` for a sink.
     pub home: Option<u16>,
     pub position: u32,
@@ -47,11 +47,11 @@ pub(crate) struct Filed<'a> {
 
 impl Filed<'_> {
     /// The page that already has the token at this ordinal and lane of its run; `ring` is the token's page in the ring.
-    fn page(&self, run: &Chain, (ordinal, lane): (u32, u32), ring: &Page) -> Option<Page> {
-        let Filed { inner, chain, position, head, .. } = *self;
-        let ahead = self.ahead.and_then(|(sealed, h)| sealed.page(h, chain, ordinal, lane, position));
+    fn page(&self, run: &Run, (ordinal, lane): (u32, u32), ring: &Page) -> Option<Page> {
+        let Filed { inner, run: c, position, head, .. } = *self;
+        let ahead = self.ahead.and_then(|(sealed, h)| sealed.page(h, c, ordinal, lane, position));
         let same = || {
-            let shard = inner.shard_of(chain_place(chain), ordinal, head);
+            let shard = inner.shard_of(run_place(c), ordinal, head);
             let open = run.room().filter(|_| lane > 0);
             let first = open.map_or(position, |(page, _)| page.positions()[0]);
             let is = position % PAGE == lane && first == position - lane && ring.positions()[0] == first;
@@ -63,12 +63,12 @@ impl Filed<'_> {
     /// The page at `ordinal` of the token's run, already packed by this token.
     fn packed(&self, ordinal: u32) -> Option<Page> {
         let (sealed, h) = self.ahead?;
-        sealed.packed(h, self.chain, ordinal, self.position).cloned()
+        sealed.packed(h, self.run, ordinal, self.position).cloned()
     }
 }
 
 impl Head {
-    /// Copies a token to the end of its chain, and packs the page if it is then full. A shared page is copied first, and `shared`
+    /// Copies a token to the end of its run, and packs the page if it is then full. A shared page is copied first, and `shared`
     /// gets the original.
     ///
     /// # Errors
@@ -80,23 +80,23 @@ impl Head {
         pages: &mut Reservation,
         shared: &mut Option<Page>,
     ) -> Result<(), Error> {
-        let Filed { inner, shape, chain: c, position, head, first_tile, .. } = *token;
+        let Filed { inner, shape, run: c, position, head, first_tile, .. } = *token;
         let layout = &shape.layout;
         let Slot { tile, lane } = Position(position).into();
-        let (chain, lanes) = (&mut self.chains[c], inner.config.lanes);
-        let open = chain.room().map(|(page, fill)| (page.words()[0], fill, page.shard()));
+        let (run, lanes) = (&mut self.runs[c], inner.config.lanes);
+        let open = run.room().map(|(page, fill)| (page.words()[0], fill, page.shard()));
         let wide = open.filter(|(first, ..)| codec.is_some() && !Packed::spans(*first, position));
         let from = (tile - first_tile) as usize;
-        let (ordinal, to) = chain.next_place(wide.is_some());
+        let (ordinal, to) = run.next_place(wide.is_some());
         let fresh = to == 0;
-        let ahead = token.page(chain, (ordinal, to), &self.ring[from]);
+        let ahead = token.page(run, (ordinal, to), &self.ring[from]);
         // Everything that can fail comes before the counts change.
         let mut take = |codec: &HeadCodec, shard| {
             // A sealed prefix may have the page packed already.
-            if let Some(packed) = token.packed(chain.next - 1) {
+            if let Some(packed) = token.packed(run.next - 1) {
                 return Ok(packed);
             }
-            let last = chain.entries.iter().rev().find_map(|entry| match &entry.held {
+            let last = run.entries.iter().rev().find_map(|entry| match &entry.held {
                 Held::Closed(closed) => Some(&closed.packed),
                 _ => None,
             });
@@ -112,8 +112,8 @@ impl Head {
             _ => (None, None),
         };
         if fresh {
-            let shard = inner.shard_of(chain_place(c), ordinal, head);
-            let last = chain.entries.back().and_then(Entry::page);
+            let shard = inner.shard_of(run_place(c), ordinal, head);
+            let last = run.entries.back().and_then(Entry::page);
             // With a codec this page lives until it is packed, so it may lie anywhere.
             let near = if codec.is_some() { Near::Any } else { Near::next(last) };
             let page = match &ahead {
@@ -121,11 +121,11 @@ impl Head {
                 None => pages.take(shard, layout.words(), near)?,
             };
             if let Some((codec, packed)) = before {
-                chain.close(codec, lanes, layout, position, packed, pages);
+                run.close(codec, lanes, layout, position, packed, pages);
             }
-            chain.push(page);
+            run.push(page);
         }
-        let Some(Entry { held: Held::Open(page), fill, .. }) = chain.entries.back_mut() else {
+        let Some(Entry { held: Held::Open(page), fill, .. }) = run.entries.back_mut() else {
             unreachable!("there is room, or a page was just pushed")
         };
         match ahead {
@@ -138,17 +138,17 @@ impl Head {
             }
         }
         let to = *fill;
-        let to = (chain.entries.len() - 1, to);
-        chain.kept.copy(0..chain.kept.versions(), self.ring.states(), (from, lane), to);
-        chain.wrote(c, token.home);
+        let to = (run.entries.len() - 1, to);
+        run.kept.copy(0..run.kept.versions(), self.ring.states(), (from, lane), to);
+        run.wrote(c, token.home);
         if c > 0
-            && inner.config.bounds
-            && let Some(entry) = chain.entries.back_mut().filter(|entry| entry.fill == PAGE)
+            && inner.config.key_bounds
+            && let Some(entry) = run.entries.back_mut().filter(|entry| entry.fill == PAGE)
         {
             entry.bound(layout, shape.rope.as_ref());
         }
         if let Some((codec, packed)) = after {
-            chain.close(codec, lanes, layout, position, packed, pages);
+            run.close(codec, lanes, layout, position, packed, pages);
         }
         Ok(())
     }

@@ -1,6 +1,5 @@
 //! The page table of a sequence: the tokens in each page of each KV head.
 
-pub mod chain;
 pub mod compact;
 pub mod cut;
 pub mod entry;
@@ -10,6 +9,7 @@ pub mod head;
 pub mod homes;
 pub mod past;
 pub mod remember;
+pub mod run;
 pub mod runs;
 pub mod saved;
 pub mod seal;

@@ -8,14 +8,14 @@ mod save;
 
 use crate::base::deque::{first_if, last_if};
 use crate::base::error::Error;
-use crate::base::ids::chain_place;
+use crate::base::ids::run_place;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::memory::pool::Pool;
-use crate::pages::chain::Chain;
 use crate::pages::compact::Whose;
 use crate::pages::entry::{Entry, Held};
 use crate::pages::filing::Layer;
 use crate::pages::homes::Homes;
+use crate::pages::run::Run;
 use crate::policy::state::Apart;
 use pikv_core::attend::filled;
 use pikv_core::page::PAGE;
@@ -29,7 +29,7 @@ pub(crate) struct Killed {
     /// Length of the sequence at the eviction.
     pub by: u32,
     pub head: usize,
-    pub chain: usize,
+    pub run: usize,
     pub ordinal: u32,
     pub lanes: u32,
     /// Id of the next recorded change at that time.
@@ -43,8 +43,8 @@ struct Noted {
     /// Length of the sequence at the change.
     at: u32,
     head: usize,
-    chain: usize,
-    /// [`Chain::dead`] before the change.
+    run: usize,
+    /// [`Run::dead`] before the change.
     dead: u32,
     what: What,
 }
@@ -120,30 +120,24 @@ pub(crate) struct Past {
 
 impl Past {
     /// Records an eviction at `by` tokens of the sequence.
-    pub fn kill(&mut self, by: u32, head: usize, chain: usize, ordinal: u32, lanes: u32) {
-        self.killed.push_back(Killed { by, head, chain, ordinal, lanes, after: self.next });
+    pub fn kill(&mut self, by: u32, head: usize, run: usize, ordinal: u32, lanes: u32) {
+        self.killed.push_back(Killed { by, head, run, ordinal, lanes, after: self.next });
     }
 
-    fn note(&mut self, at: u32, head: usize, chain: usize, dead: u32, what: What) {
-        self.noted.push_back(Noted { id: self.next, at, head, chain, dead, what });
+    fn note(&mut self, at: u32, head: usize, run: usize, dead: u32, what: What) {
+        self.noted.push_back(Noted { id: self.next, at, head, run, dead, what });
         self.next += 1;
     }
 
     /// Records that a page of a head's run left the window at `at` tokens of the sequence.
-    pub fn note_slid(
-        &mut self,
-        (at, head, chain): (u32, usize, usize),
-        dead: u32,
-        entry: Entry,
-        rows: Apart,
-    ) {
-        self.note(at, head, chain, dead, What::Slid(Box::new(entry), rows));
+    pub fn note_slid(&mut self, (at, head, run): (u32, usize, usize), dead: u32, entry: Entry, rows: Apart) {
+        self.note(at, head, run, dead, What::Slid(Box::new(entry), rows));
     }
 
     /// Drops the oldest change if no rollback of up to `slack` tokens from `len` can undo it; returns its run.
     pub fn forget(&mut self, len: u32, slack: u32) -> Option<(usize, usize)> {
         let noted = first_if(&mut self.noted, |noted| noted.at.saturating_add(slack) <= len)?;
-        Some((noted.head, noted.chain))
+        Some((noted.head, noted.run))
     }
 
     /// Pages kept for rollback.
@@ -176,8 +170,8 @@ impl Past {
     }
 
     /// Ordinals of the pages of a run to which a rollback moves tokens back.
-    fn tied(&self, head: usize, chain: usize) -> impl Iterator<Item = u32> {
-        let of = self.noted.iter().filter(move |noted| (noted.head, noted.chain) == (head, chain));
+    fn tied(&self, head: usize, run: usize) -> impl Iterator<Item = u32> {
+        let of = self.noted.iter().filter(move |noted| (noted.head, noted.run) == (head, run));
         let compacted = of.filter_map(|noted| match &noted.what {
             What::Compacted(compacted) => Some(&compacted.pages),
             _ => None,
@@ -187,9 +181,9 @@ impl Past {
     }
 
     /// Drops the tokens of a page that was freed for good, in all recorded changes.
-    pub fn lose(&mut self, head: usize, chain: usize, ordinal: u32) {
+    pub fn lose(&mut self, head: usize, run: usize, ordinal: u32) {
         let mut lost = vec![(ordinal, u32::MAX)];
-        for noted in self.noted.iter_mut().rev().filter(|noted| (noted.head, noted.chain) == (head, chain)) {
+        for noted in self.noted.iter_mut().rev().filter(|noted| (noted.head, noted.run) == (head, run)) {
             let What::Compacted(Compacted { pages, moves }) = &mut noted.what else { continue };
             let is_lost = |lost: &[(u32, u32)], (page, lane): (u32, u32)| {
                 lost.iter().any(|(other, lanes)| *other == page && lanes >> lane & 1 == 1)
@@ -213,44 +207,44 @@ impl Past {
     }
 
     /// Drops the changes of a run whose pages were all freed for good.
-    pub fn lose_all(&mut self, head: usize, chain: usize) {
-        self.noted.retain(|noted| (noted.head, noted.chain) != (head, chain));
+    pub fn lose_all(&mut self, head: usize, run: usize) {
+        self.noted.retain(|noted| (noted.head, noted.run) != (head, run));
     }
 }
 
 impl Layer {
     /// Records a final eviction, and the page if it was freed.
     pub fn note_final(&mut self, at: u32, dead: u32, killed: Killed, freed: Option<Entry>) {
-        let Killed { head, chain, .. } = killed;
-        self.past.note(at, head, chain, dead, What::Final(killed));
+        let Killed { head, run, .. } = killed;
+        self.past.note(at, head, run, dead, What::Final(killed));
         if let Some(entry) = freed {
-            self.past.note(at, head, chain, dead, What::Freed(Box::new(entry)));
+            self.past.note(at, head, run, dead, What::Freed(Box::new(entry)));
         }
     }
 
     /// Records a compaction.
-    pub fn note_compacted(&mut self, at: u32, head: usize, chain: usize, dead: u32, compacted: Compacted) {
-        self.past.note(at, head, chain, dead, What::Compacted(compacted));
-        self.tie(head, chain);
+    pub fn note_compacted(&mut self, at: u32, head: usize, run: usize, dead: u32, compacted: Compacted) {
+        self.past.note(at, head, run, dead, What::Compacted(compacted));
+        self.tie(head, run);
     }
 
     /// Marks the pages of a run to which a rollback moves tokens back, which must stay in the first tier.
-    pub fn tie(&mut self, head: usize, chain: usize) {
-        let tied = self.past.tied(head, chain).collect();
-        self.heads[head].chains[chain].tied = tied;
+    pub fn tie(&mut self, head: usize, run: usize) {
+        let tied = self.past.tied(head, run).collect();
+        self.heads[head].runs[run].tied = tied;
     }
 
     /// Bytes that [`Layer::rewind`] takes: for pages to which tokens are moved back and that a fork shares.
     pub fn rewind_bytes(&self, shape: &LayerShape, len: u32) -> u64 {
         let mut pages = 0;
-        // Pages that later changes replaced, which are restored first: head, chain and ordinal, and whether a fork shares the page.
+        // Pages that later changes replaced, which are restored first: head, run and ordinal, and whether a fork shares the page.
         let mut back: Vec<((usize, usize, u32), bool)> = Vec::new();
         for noted in self.past.noted.iter().rev().take_while(|noted| noted.at > len) {
             let What::Compacted(compacted) = &noted.what else { continue };
-            let run = &self.heads[noted.head].chains[noted.chain];
+            let run = &self.heads[noted.head].runs[noted.run];
             let known = back.len();
             for page in &compacted.pages {
-                let of = (noted.head, noted.chain, page.ordinal);
+                let of = (noted.head, noted.run, page.ordinal);
                 let shared = match &page.was {
                     Was::Replaced(held) => {
                         back.push((of, matches!(held, Held::Open(page) if page.is_shared())));
@@ -282,17 +276,17 @@ impl Layer {
             // Undoes the newer of the last eviction and the last change. The older one is not later than `len` if the newer is not.
             let newest = self.past.noted.back().map(|noted| noted.id);
             let evicted = self.past.killed.back().filter(|killed| newest.is_none_or(|id| killed.after > id));
-            if let Some(&Killed { by, head, chain, ordinal, lanes, .. }) = evicted {
+            if let Some(&Killed { by, head, run, ordinal, lanes, .. }) = evicted {
                 if by <= len {
                     return Ok(());
                 }
                 self.past.killed.pop_back();
-                self.heads[head].chains[chain].revive(ordinal, lanes);
+                self.heads[head].runs[run].revive(ordinal, lanes);
                 continue;
             }
             let Some(noted) = last_if(&mut self.past.noted, |noted| noted.at > len) else { return Ok(()) };
-            let Noted { head, chain, dead, what, .. } = noted;
-            let run = &mut self.heads[head].chains[chain];
+            let Noted { head, run: c, dead, what, .. } = noted;
+            let run = &mut self.heads[head].runs[c];
             match what {
                 What::Final(killed) => {
                     self.past.killed.push_front(killed);
@@ -304,18 +298,18 @@ impl Layer {
                     run.put_back(*entry, Some(&rows));
                 }
                 What::Compacted(compacted) => {
-                    let whose = Whose { pool, shape, head: self.first_head + head as u32, chain };
+                    let whose = Whose { pool, shape, head: self.first_head + head as u32, run: c };
                     run.take_apart(&whose, compacted, pages)?;
-                    self.tie(head, chain);
+                    self.tie(head, c);
                 }
             }
-            self.heads[head].chains[chain].dead = dead;
+            self.heads[head].runs[c].dead = dead;
         }
     }
 }
 
-impl Chain {
-    /// Undoes [`Chain::settle`], except for a page that it freed.
+impl Run {
+    /// Undoes [`Run::settle`], except for a page that it freed.
     fn unsettle(&mut self, ordinal: u32, lanes: u32) {
         if let Some(entry) = self.entry_mut(ordinal).filter(|entry| !entry.is_gone()) {
             entry.pending |= lanes & filled(entry.fill) & !entry.live;
@@ -328,7 +322,7 @@ impl Chain {
         self.examine_again();
     }
 
-    /// Undoes [`Chain::compact`].
+    /// Undoes [`Run::compact`].
     fn take_apart(
         &mut self,
         whose: &Whose<'_>,
@@ -419,7 +413,7 @@ impl Chain {
     ) -> Result<(), Error> {
         let entry = &mut self.entries[i];
         if !matches!(&entry.held, Held::Open(page) if !page.is_shared()) {
-            let shard = whose.pool.shape.shard_of(chain_place(whose.chain), entry.ordinal, whose.head);
+            let shard = whose.pool.shape.shard_of(run_place(whose.run), entry.ordinal, whose.head);
             entry.held = Held::Open(pages.take(shard, words.len() as u32, Near::Any)?);
         }
         let Held::Open(page) = &mut entry.held else { return Ok(()) };

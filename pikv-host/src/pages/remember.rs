@@ -21,8 +21,8 @@ impl Layer {
             let first = tile * PAGE;
             let home = |lane: usize| {
                 let position = first + lane as u32;
-                let chain = self.chain_of(&pool.shape, shape, position)?;
-                (chain > 0).then(|| self.home(&pool.shape, position))
+                let run = self.run_at(&pool.shape, shape, position)?;
+                (run > 0).then(|| self.home(&pool.shape, position))
             };
             let homes: [Option<u16>; LANES] = std::array::from_fn(home);
             if homes.iter().all(Option::is_none) {

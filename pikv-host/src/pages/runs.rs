@@ -1,6 +1,6 @@
 //! The runs of pages of a head.
 
-use crate::pages::chain::Chain;
+use crate::pages::run::Run;
 use crate::policy::state::TokenStates;
 use std::ops::{Index, IndexMut};
 use std::sync::LazyLock;
@@ -10,7 +10,7 @@ use std::sync::LazyLock;
 #[derive(Clone, Debug)]
 pub(crate) struct Runs {
     /// Existing runs by ascending index.
-    made: Vec<(usize, Box<Chain>)>,
+    made: Vec<(usize, Box<Run>)>,
     /// Number of possible runs.
     most: usize,
     /// Words of the policy's state for each token, and the number of versions.
@@ -18,7 +18,7 @@ pub(crate) struct Runs {
 }
 
 /// A run without pages.
-static BLANK: LazyLock<Chain> = LazyLock::new(Chain::default);
+static BLANK: LazyLock<Run> = LazyLock::new(Run::default);
 
 impl Runs {
     /// Runs for the sinks and `experts` experts; a policy keeps `words` of each token in `versions` versions.
@@ -36,66 +36,65 @@ impl Runs {
     }
 
     /// Existing runs, by index.
-    pub fn iter(&self) -> impl DoubleEndedIterator<Item = (usize, &Chain)> + Clone {
-        self.made.iter().map(|(c, chain)| (*c, &**chain))
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = (usize, &Run)> + Clone {
+        self.made.iter().map(|(c, run)| (*c, &**run))
     }
 
     /// Existing runs for writing.
-    pub fn iter_mut(&mut self) -> impl DoubleEndedIterator<Item = (usize, &mut Chain)> {
-        self.made.iter_mut().map(|(c, chain)| (*c, &mut **chain))
+    pub fn iter_mut(&mut self) -> impl DoubleEndedIterator<Item = (usize, &mut Run)> {
+        self.made.iter_mut().map(|(c, run)| (*c, &mut **run))
     }
 
     /// Existing runs without the sinks: run `1 + e` is that of expert `e`.
-    pub fn experts(&self) -> impl DoubleEndedIterator<Item = (usize, &Chain)> + Clone {
+    pub fn experts(&self) -> impl DoubleEndedIterator<Item = (usize, &Run)> + Clone {
         self.iter().filter(|(c, _)| *c > 0)
     }
 
     /// Existing runs without the sinks, for writing.
-    pub fn experts_mut(&mut self) -> impl DoubleEndedIterator<Item = (usize, &mut Chain)> {
+    pub fn experts_mut(&mut self) -> impl DoubleEndedIterator<Item = (usize, &mut Run)> {
         self.iter_mut().filter(|(c, _)| *c > 0)
     }
 
     /// Run `c`, if it exists.
-    pub fn made_mut(&mut self, c: usize) -> Option<&mut Chain> {
+    pub fn made_mut(&mut self, c: usize) -> Option<&mut Run> {
         let at = self.at(c).ok()?;
         Some(&mut self.made[at].1)
     }
 
     /// Run `c`, without pages if it does not exist; `None` if `c` is out of range.
-    pub fn get(&self, c: usize) -> Option<&Chain> {
+    pub fn get(&self, c: usize) -> Option<&Run> {
         (c < self.most).then(|| &self[c])
     }
 
     /// Bytes of the lists, from their capacities.
     pub fn table_bytes(&self) -> u64 {
-        let runs: u64 =
-            self.made.iter().map(|(_, chain)| size_of::<Chain>() as u64 + chain.table_bytes()).sum();
-        runs + (self.made.capacity() * size_of::<(usize, Box<Chain>)>()) as u64
+        let runs: u64 = self.made.iter().map(|(_, run)| size_of::<Run>() as u64 + run.table_bytes()).sum();
+        runs + (self.made.capacity() * size_of::<(usize, Box<Run>)>()) as u64
     }
 
-    /// The runs with each chain converted by `made`.
-    pub fn map<E>(&self, mut made: impl FnMut(usize, &Chain) -> Result<Chain, E>) -> Result<Runs, E> {
-        let runs = self.iter().map(|(c, chain)| Ok((c, Box::new(made(c, chain)?))));
+    /// The runs, each converted by `made`.
+    pub fn map<E>(&self, mut made: impl FnMut(usize, &Run) -> Result<Run, E>) -> Result<Runs, E> {
+        let runs = self.iter().map(|(c, run)| Ok((c, Box::new(made(c, run)?))));
         Ok(Runs { made: runs.collect::<Result<_, E>>()?, ..*self })
     }
 }
 
 impl Index<usize> for Runs {
-    type Output = Chain;
+    type Output = Run;
 
-    fn index(&self, c: usize) -> &Chain {
+    fn index(&self, c: usize) -> &Run {
         self.at(c).map_or(&*BLANK, |at| &self.made[at].1)
     }
 }
 
 impl IndexMut<usize> for Runs {
     /// Creates the run if it does not exist.
-    fn index_mut(&mut self, c: usize) -> &mut Chain {
+    fn index_mut(&mut self, c: usize) -> &mut Run {
         let at = self.at(c).unwrap_or_else(|at| {
             let (words, versions) = self.kept;
             // No policy ranks sinks.
             let kept = if c > 0 { TokenStates::new(words, versions) } else { TokenStates::default() };
-            self.made.insert(at, (c, Box::new(Chain::new(kept))));
+            self.made.insert(at, (c, Box::new(Run::new(kept))));
             at
         });
         &mut self.made[at].1

@@ -3,10 +3,10 @@
 use crate::base::error::Error;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::Reservation;
-use crate::pages::chain::Chain;
 use crate::pages::entry::{Entry, Held};
 use crate::pages::filing::Layer;
 use crate::pages::head::Head;
+use crate::pages::run::Run;
 use crate::pages::sealed::Sealed;
 use pikv_core::page::PAGE;
 use pikv_core::plan::{LayerShape, StoreShape};
@@ -18,17 +18,17 @@ impl Layer {
             return 0;
         }
         let mut known = vec![0u32; self.store.experts as usize + 1];
-        for chain in (self.filed..len).filter_map(|position| self.chain_of(inner, shape, position)) {
-            known[chain] += 1;
+        for run in (self.filed..len).filter_map(|position| self.run_at(inner, shape, position)) {
+            known[run] += 1;
         }
         // In each span of 2^16 positions an expert packs at most one page early, and starts another in its place.
         let early = 1 + u64::from((len - self.filed) >> 16);
         let mut bytes = 0;
         for (head, codec) in self.heads.iter().zip(self.codecs.iter()) {
             let aliases = self.aliases(inner, head);
-            let runs = known.iter().enumerate().map(|(c, n)| (&head.chains[c], *n));
-            for (chain, n) in runs.filter(|(_, n)| *n > 0) {
-                let fill = chain.room().map_or(0, |(_, fill)| fill);
+            let runs = known.iter().enumerate().map(|(c, n)| (&head.runs[c], *n));
+            for (run, n) in runs.filter(|(_, n)| *n > 0) {
+                let fill = run.room().map_or(0, |(_, fill)| fill);
                 let mut pages = StoreShape::run_pages(n, if fill > 0 { PAGE - fill } else { 0 }) + 1;
                 if let Some(codec) = codec {
                     pages += early;
@@ -42,8 +42,8 @@ impl Layer {
 
     /// Whether pages of a head's ring can also be pages of its run: with one expert, the same lanes and one shard.
     fn aliases(&self, inner: &CacheShape, head: &Head) -> bool {
-        let at = |chain: &Chain| chain.room().map_or(0, |(_, fill)| fill);
-        let open = if self.filed < self.store.sinks { &head.chains[0] } else { &head.chains[1] };
+        let at = |run: &Run| run.room().map_or(0, |(_, fill)| fill);
+        let open = if self.filed < self.store.sinks { &head.runs[0] } else { &head.runs[1] };
         let level = at(open) == self.filed % PAGE && self.store.sinks.is_multiple_of(PAGE);
         inner.config.experts == 1 && inner.config.shards.shards() == 1 && level
     }
@@ -64,16 +64,15 @@ impl Layer {
         }
         let mut ahead = self.clone();
         ahead.file_tokens(inner, shape, len, inner.config.experts == 1, pages)?;
-        let from = |h: usize, c: usize| self.heads[h].chains[c].next_place(false).0;
-        Ok(Sealed::of(len, ahead.heads.iter().map(|head| &head.chains), from, None))
+        let from = |h: usize, c: usize| self.heads[h].runs[c].next_place(false).0;
+        Ok(Sealed::of(len, ahead.heads.iter().map(|head| &head.runs), from, None))
     }
 
     /// Uses the pages of [`Layer::seal`] for the open pages and for later tokens.
     pub fn take_sealed(&mut self, sealed: Sealed) {
         for (h, head) in self.heads.iter_mut().enumerate() {
-            for (c, chain) in head.chains.iter_mut() {
-                let Some(Entry { ordinal, fill, held: Held::Open(page), .. }) = chain.entries.back_mut()
-                else {
+            for (c, run) in head.runs.iter_mut() {
+                let Some(Entry { ordinal, fill, held: Held::Open(page), .. }) = run.entries.back_mut() else {
                     continue;
                 };
                 let lane = fill.saturating_sub(1);

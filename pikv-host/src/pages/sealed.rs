@@ -6,8 +6,8 @@
 
 use crate::base::chunks::Chunks;
 use crate::memory::arena::Page;
-use crate::pages::chain::{Chain, find};
 use crate::pages::entry::{Closed, Entry, Held};
+use crate::pages::run::{Run, find};
 use crate::pages::runs::Runs;
 use std::sync::Arc;
 
@@ -16,28 +16,29 @@ use std::sync::Arc;
 pub(crate) struct Sealed {
     /// The pages are valid for tokens before this position: later ones were not filed, or were rolled back since.
     pub until: u32,
-    /// For each head, by ascending chain.
-    heads: Arc<[Vec<Run>]>,
+    /// For each head, by ascending run.
+    heads: Arc<[Vec<RunEnd>]>,
 }
 
 /// Last pages of a run.
 #[derive(Debug)]
-struct Run {
-    chain: usize,
+struct RunEnd {
+    /// Index of the run.
+    run: usize,
     entries: Chunks<Entry>,
 }
 
 impl Sealed {
-    fn entry(&self, head: usize, chain: usize, ordinal: u32) -> Option<&Entry> {
-        let runs = self.heads.get(head)?;
-        let run = &runs[runs.binary_search_by_key(&chain, |run| run.chain).ok()?];
-        let guess = ordinal.checked_sub(run.entries.front()?.ordinal)? as usize;
-        find(&run.entries, guess, ordinal).map(|i| &run.entries[i])
+    fn entry(&self, head: usize, run: usize, ordinal: u32) -> Option<&Entry> {
+        let ends = self.heads.get(head)?;
+        let entries = &ends[ends.binary_search_by_key(&run, |end| end.run).ok()?].entries;
+        let guess = ordinal.checked_sub(entries.front()?.ordinal)? as usize;
+        find(entries, guess, ordinal).map(|i| &entries[i])
     }
 
     /// The page at `ordinal` of a run in the dtype of its layer, if the token at `position` is at `lane` of it.
-    pub fn page(&self, head: usize, chain: usize, ordinal: u32, lane: u32, position: u32) -> Option<&Page> {
-        let entry = self.entry(head, chain, ordinal).filter(|_| position < self.until)?;
+    pub fn page(&self, head: usize, run: usize, ordinal: u32, lane: u32, position: u32) -> Option<&Page> {
+        let entry = self.entry(head, run, ordinal).filter(|_| position < self.until)?;
         let page = match &entry.held {
             Held::Open(page) => page,
             Held::Closed(closed) => closed.original.as_ref()?,
@@ -47,8 +48,8 @@ impl Sealed {
     }
 
     /// The page at `ordinal` of a run, packed by the token at `by`.
-    pub fn packed(&self, head: usize, chain: usize, ordinal: u32, by: u32) -> Option<&Page> {
-        match &self.entry(head, chain, ordinal).filter(|_| by < self.until)?.held {
+    pub fn packed(&self, head: usize, run: usize, ordinal: u32, by: u32) -> Option<&Page> {
+        match &self.entry(head, run, ordinal).filter(|_| by < self.until)?.held {
             Held::Closed(Closed { packed, by: at, old: false, .. }) if *at == by => Some(packed),
             _ => None,
         }
@@ -56,12 +57,12 @@ impl Sealed {
 
     /// Address of the lists, and the number of sequences that share them.
     pub fn holders(&self) -> (usize, usize) {
-        (Arc::as_ptr(&self.heads) as *const Vec<Run> as usize, Arc::strong_count(&self.heads))
+        (Arc::as_ptr(&self.heads) as *const Vec<RunEnd> as usize, Arc::strong_count(&self.heads))
     }
 
     /// The lists of pages.
     pub fn lists(&self) -> impl Iterator<Item = &Chunks<Entry>> {
-        self.heads.iter().flatten().map(|run| &run.entries)
+        self.heads.iter().flatten().map(|end| &end.entries)
     }
 
     /// The pages in the first tier.
@@ -71,36 +72,35 @@ impl Sealed {
 
     /// Storage of all pages.
     pub fn held(&self) -> impl Iterator<Item = &Held> {
-        self.heads.iter().flatten().flat_map(|run| &run.entries).map(|entry| &entry.held)
+        self.heads.iter().flatten().flat_map(|end| &end.entries).map(|entry| &entry.held)
     }
 
     /// Bytes of the lists; each fork counts shared lists in full.
     pub fn table_bytes(&self) -> u64 {
-        let run = |run: &Run| run.entries.bytes() + size_of::<Run>();
-        self.heads.iter().flatten().map(run).sum::<usize>() as u64
+        let end = |end: &RunEnd| end.entries.bytes() + size_of::<RunEnd>();
+        self.heads.iter().flatten().map(end).sum::<usize>() as u64
     }
 
     /// The last pages of all runs, as of `until` tokens; `from` gives the first page of each run. Pages of `newer` replace those of the
-    /// chain.
+    /// run.
     pub fn of<'a>(
         until: u32,
         heads: impl Iterator<Item = &'a Runs>,
         from: impl Fn(usize, usize) -> u32,
         newer: Option<&Sealed>,
     ) -> Sealed {
-        let run = |h: usize, c: usize, chain: &Chain| {
+        let end = |h: usize, c: usize, run: &Run| {
             let from = from(h, c);
             let known = |ordinal| newer.and_then(|newer| newer.entry(h, c, ordinal));
-            let own = chain.from(from).map(|entry| known(entry.ordinal).unwrap_or(entry));
-            let more = (chain.next.max(from)..).map_while(known);
+            let own = run.from(from).map(|entry| known(entry.ordinal).unwrap_or(entry));
+            let more = (run.next.max(from)..).map_while(known);
             let first = |entry: &&Entry| entry.position(None, 0).is_none_or(|first| first < until);
             let bare = |entry: &Entry| Entry { bounds: None, ..entry.clone() };
             let entries: Chunks<Entry> = own.chain(more).take_while(first).map(bare).collect();
-            (!entries.is_empty()).then_some(Run { chain: c, entries })
+            (!entries.is_empty()).then_some(RunEnd { run: c, entries })
         };
-        let heads = heads
-            .enumerate()
-            .map(|(h, chains)| chains.iter().filter_map(|(c, chain)| run(h, c, chain)).collect());
+        let heads =
+            heads.enumerate().map(|(h, runs)| runs.iter().filter_map(|(c, run)| end(h, c, run)).collect());
         Sealed { until, heads: heads.collect() }
     }
 }

@@ -21,29 +21,29 @@ impl Layer {
         while let Some(killed) =
             first_if(&mut self.past.killed, |killed| killed.by.saturating_add(slack) <= len)
         {
-            let Killed { head, chain, ordinal, lanes, .. } = killed;
-            let run = &mut self.heads[head].chains[chain];
+            let Killed { head, run: c, ordinal, lanes, .. } = killed;
+            let run = &mut self.heads[head].runs[c];
             let dead = run.dead;
             let freed = run.settle(ordinal, lanes);
             if slack > 0 {
                 self.note_final(len, dead, killed, freed);
             }
-            if !thinned.contains(&(head, chain)) {
-                thinned.push((head, chain));
+            if !thinned.contains(&(head, c)) {
+                thinned.push((head, c));
             }
         }
         let kept = pool.shape.store.ring.kept_from(len);
-        for (head, chain) in thinned {
-            let whose = Whose { pool, shape, head: self.first_head + head as u32, chain };
-            let run = &mut self.heads[head].chains[chain];
+        for (head, c) in thinned {
+            let whose = Whose { pool, shape, head: self.first_head + head as u32, run: c };
+            let run = &mut self.heads[head].runs[c];
             run.sweep(kept);
             let dead = run.dead;
             match run.compact(&whose, kept, slack > 0) {
                 Ok(None) => {}
-                Ok(Some(compacted)) => self.note_compacted(len, head, chain, dead, compacted),
+                Ok(Some(compacted)) => self.note_compacted(len, head, c, dead, compacted),
                 Err(_) => {
                     pool.failures.uncompacted();
-                    self.owed.push((head, chain));
+                    self.owed.push((head, c));
                 }
             }
         }

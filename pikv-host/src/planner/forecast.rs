@@ -128,16 +128,16 @@ pub struct Planner {
 }
 
 /// The pages of one layer, the same in all its KV heads.
-struct Lie {
+struct LayerPages {
     /// The runs of experts.
-    runs: Vec<Run>,
+    runs: Vec<RunForecast>,
     sinks: u32,
     resident: u32,
 }
 
 /// The pages of a run.
 #[derive(Clone, Debug)]
-struct Run {
+struct RunForecast {
     /// The tokens of the run, a part for each number of runs, by ascending position.
     parts: SmallVec<[RunPart; 2]>,
     /// Tokens filed so far.
@@ -182,7 +182,7 @@ impl Even {
     }
 }
 
-impl Run {
+impl RunForecast {
     fn pages(&self) -> u32 {
         self.tokens.div_ceil(PAGE)
     }
@@ -240,15 +240,15 @@ impl Planner {
         };
         let layers = inner.shape.config.layers.iter().zip(first_heads(&inner.shape.config.layers));
         for (layer, (shape, first_head)) in layers.enumerate() {
-            let lie = self.lie(shape, &inner.shape.stores[layer], load)?;
-            let filed: Vec<Filed> = lie.runs.iter().map(Run::filed).collect();
+            let pages = self.pages_of(shape, &inner.shape.stores[layer], load)?;
+            let filed: Vec<Filed> = pages.runs.iter().map(RunForecast::filed).collect();
             all.bytes += self.cache.bytes_at(layer, len, &filed)?;
-            all.resident = all.resident.max(lie.resident);
+            all.resident = all.resident.max(pages.resident);
             all.work.calls += 1;
             let seen = shape.window.map_or(0, |window| len.saturating_sub(window));
             for (head, codec) in (first_head..).zip(inner.shape.codecs[layer].iter()) {
                 let mut tally = Tally { shape, codec: codec.as_ref(), all: &mut all };
-                for page in 0..StoreShape::run_pages(lie.sinks, 0) as u32 {
+                for page in 0..StoreShape::run_pages(pages.sinks, 0) as u32 {
                     tally.add(inner.shape.shard_of(Place::Sinks, page, head), Held::Open, true);
                 }
                 let in_ring = seen.max(ring.left(len));
@@ -256,7 +256,7 @@ impl Planner {
                     let read = (tile + 1) * PAGE > in_ring;
                     tally.add(inner.shape.shard_of(Place::Ring, tile, head), Held::Open, read);
                 }
-                for (expert, run) in (0u16..).zip(&lie.runs) {
+                for (expert, run) in (0u16..).zip(&pages.runs) {
                     for page in run.gone..run.pages() {
                         let last = run.last(page);
                         let held = match (run.fill(page) == PAGE, last >= ring.kept_from(len)) {
@@ -298,7 +298,7 @@ impl Planner {
         Err(PlanError::Budget { sequences, len, needed: forecast.bytes, budget, fits })
     }
 
-    fn lie(&self, shape: &LayerShape, store: &StoreShape, load: &Load) -> Result<Lie, PlanError> {
+    fn pages_of(&self, shape: &LayerShape, store: &StoreShape, load: &Load) -> Result<LayerPages, PlanError> {
         let ring = store.ring;
         let left = ring.left(load.len);
         let sinks = left.min(store.sinks);
@@ -314,7 +314,7 @@ impl Planner {
             }
         }
         let fixed = ring.resident(load.len).0 + sinks;
-        let mut resident = fixed + runs.iter().map(Run::held).sum::<u32>();
+        let mut resident = fixed + runs.iter().map(RunForecast::held).sum::<u32>();
         if let Some(asked) = load.resident {
             if asked < fixed {
                 return Err(PlanError::Resident { asked, least: fixed });
@@ -331,14 +331,14 @@ impl Planner {
                 page += 1;
             }
         }
-        Ok(Lie { runs, sinks, resident })
+        Ok(LayerPages { runs, sinks, resident })
     }
 
     /// The runs with the tokens at positions `filed`; a rollback reaches those from `kept` on.
-    fn runs(&self, shape: &LayerShape, filed: Range<u32>, kept: u32) -> Vec<Run> {
+    fn runs(&self, shape: &LayerShape, filed: Range<u32>, kept: u32) -> Vec<RunForecast> {
         let inner = &self.cache.inner.shape;
         let (experts, sharing) = (inner.config.experts, inner.sharing(shape, 0));
-        let none = Run { parts: SmallVec::new(), tokens: 0, gone: 0, recent: 0 };
+        let none = RunForecast { parts: SmallVec::new(), tokens: 0, gone: 0, recent: 0 };
         let mut all = vec![none; sharing.most(filed.start, filed.end) as usize];
         let mut from = filed.start;
         while from < filed.end {

@@ -1,7 +1,7 @@
 //! AdaKV-lit: a weighted sum of features with an adaptive threshold (PiKV, arXiv 2508.06526).
 
 use super::lru::{age, stored};
-use super::{Candidates, Feedback, HeadSeen, Policy, Seen, Token};
+use super::{Candidates, HeadSeen, MassFeedback, Policy, Seen, Token};
 use pikv_core::warp::LANES;
 
 /// `u = sum alpha_j phi_j` of three features in 0..=1; tokens with `u < theta` are evicted even within the budget:
@@ -69,8 +69,8 @@ impl Policy for AdaKvLit {
         [recency, mass, frequency, target, gamma, rate, half_life].iter().for_each(|x| to(&x.to_le_bytes()));
     }
 
-    fn feedback(&self) -> Feedback {
-        Feedback::Mass
+    fn feedback(&self) -> MassFeedback {
+        MassFeedback::All
     }
 
     /// State of a token: shares received, the rows that gave them, uses, and the position of the last use.

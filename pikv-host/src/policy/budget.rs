@@ -24,7 +24,7 @@ use std::sync::Arc;
 pub enum Budget {
     /// The same number of tokens in every head.
     Tokens(u32),
-    /// A number for the heads of each layer, such as PyramidKV's ([`PyramidKv::budgets_of`](crate::codec::PyramidKv::budgets_of)).
+    /// A number for the heads of each layer, such as PyramidKV's ([`PyramidKv::budgets_of`](super::PyramidKv::budgets_of)).
     Layers(Arc<[u32]>),
     /// A number for each KV head of each layer; [`Budget::ALL`] for a head that keeps everything (DuoAttention's retrieval heads).
     Heads(Arc<[Vec<u32>]>),

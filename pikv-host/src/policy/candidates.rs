@@ -38,7 +38,7 @@ pub(crate) struct Candidate {
 /// A page with candidates.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Source<'a> {
-    pub chain: u32,
+    pub run: u32,
     pub ordinal: u32,
     pub page: &'a dyn TokenPage,
     /// The policy's state of its tokens.
@@ -129,8 +129,8 @@ impl<'a> Candidates<'a> {
 
     /// An identifier of the page of token `i`: equal for tokens of one page only.
     pub fn page(&self, i: usize) -> u64 {
-        let Source { chain, ordinal, .. } = *self.source(i).0;
-        u64::from(chain) << 32 | u64::from(ordinal)
+        let Source { run, ordinal, .. } = *self.source(i).0;
+        u64::from(run) << 32 | u64::from(ordinal)
     }
 
     /// Channels of a key.

@@ -1,6 +1,8 @@
 //! C_Ch: evicts whole chunks of neighbouring tokens, ChunkKV (arXiv 2502.00299).
 
-use super::{Candidates, Feedback, HeadSeen, Policy, Scope, Seen, Token};
+use super::scores::{finite, order};
+use super::{Candidates, HeadSeen, MassFeedback, OptionError, Policy, Scope, Seen, Token};
+use crate::codec::SelectError;
 use pikv_core::rope::Rope;
 use pikv_core::warp::LANES;
 use std::num::NonZeroU32;
@@ -33,7 +35,11 @@ impl<P: Policy> Policy for Chunks<P> {
         self.of.parameters(to);
     }
 
-    fn feedback(&self) -> Feedback {
+    fn check(&self) -> Result<(), OptionError> {
+        self.of.check()
+    }
+
+    fn feedback(&self) -> MassFeedback {
         self.of.feedback()
     }
 
@@ -100,5 +106,63 @@ impl<P: Policy> Policy for Chunks<P> {
 
     fn threshold(&self, head: &[f32]) -> Option<f32> {
         self.of.threshold(head)
+    }
+}
+
+/// Selects chunks of neighbouring tokens in place of single tokens, by scores of the caller, so that text that belongs together is kept
+/// together. In a cache [`Chunks`] does so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ChunkKv {
+    /// Tokens of a chunk, at least 1. The paper's choice is 10; a page of pikv has 32.
+    pub chunk: u32,
+    /// Tokens to keep at most.
+    pub budget: u32,
+}
+
+impl ChunkKv {
+    /// Chunks of `chunk` tokens; at most `budget` tokens are kept.
+    pub const fn new(chunk: u32, budget: u32) -> ChunkKv {
+        ChunkKv { chunk, budget }
+    }
+
+    /// One flag a token, oldest first: true for the tokens to keep, by their `scores`. A chunk's score is the mean of its tokens' scores,
+    /// in f64; the last chunk may be shorter. Chunks are taken by falling score while they fit in the budget; of equal scores the older
+    /// is first. A chunk that does not fit is skipped, so only a shorter last chunk can be taken after it. O(n log n).
+    ///
+    /// # Errors
+    /// [`SelectError::Setting`] for chunks of no tokens, or a budget that is below both one chunk and the number of tokens;
+    /// [`SelectError::Score`] for a score that is not finite.
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::policy::ChunkKv;
+    /// let keep = ChunkKv::new(2, 2).keep(&[0.9, 0.0, 0.5, 0.5, 0.1])?;
+    /// assert_eq!(keep, [false, false, true, true, false]);
+    /// # Ok::<(), pikv::codec::SelectError>(())
+    /// ```
+    pub fn keep(&self, scores: &[f32]) -> Result<Vec<bool>, SelectError> {
+        let (chunk, mut left) = (self.chunk as usize, self.budget as usize);
+        if chunk == 0 {
+            return Err(SelectError::Setting { name: "chunk", value: 0.0, range: "at least 1" });
+        }
+        if left < chunk.min(scores.len()) {
+            let range = "at least one chunk, or all tokens";
+            return Err(SelectError::Setting { name: "budget", value: left as f64, range });
+        }
+        finite(scores)?;
+        let mean = |c: &[f32]| c.iter().map(|s| f64::from(*s)).sum::<f64>() / c.len() as f64;
+        let means: Vec<f64> = scores.chunks(chunk).map(mean).collect();
+        let mut chunks: Vec<usize> = (0..means.len()).collect();
+        chunks.sort_by(|a, b| order(means[*b], means[*a]));
+        let mut keep = vec![false; scores.len()];
+        for at in chunks {
+            let tokens = at * chunk..scores.len().min((at + 1) * chunk);
+            if tokens.len() <= left {
+                left -= tokens.len();
+                keep[tokens].fill(true);
+            }
+        }
+        Ok(keep)
     }
 }

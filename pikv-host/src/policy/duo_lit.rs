@@ -1,6 +1,6 @@
 //! Duo-lit: attention added over the layers, PiKV's form of DuoAttention.
 
-use super::{Candidates, Feedback, Policy, Scope, Seen};
+use super::{Candidates, MassFeedback, Policy, Scope, Seen};
 use pikv_core::warp::LANES;
 
 /// `u` = attention that a token received so far, summed over all layers and heads; every layer and head evicts the same tokens (PiKV,
@@ -14,8 +14,8 @@ impl Policy for DuoLit {
         "Duo-lit"
     }
 
-    fn feedback(&self) -> Feedback {
-        Feedback::Mass
+    fn feedback(&self) -> MassFeedback {
+        MassFeedback::All
     }
 
     fn words(&self) -> usize {

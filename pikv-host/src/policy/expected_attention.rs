@@ -1,6 +1,6 @@
 //! Expected attention: keeps the tokens that future queries are expected to attend to (arXiv 2510.00636).
 
-use super::{Candidates, HeadSeen, Policy};
+use super::{Candidates, HeadSeen, OptionError, Policy};
 use crate::base::frequencies::{Frequencies, turn};
 use pikv_core::rope::Rope;
 
@@ -27,7 +27,7 @@ pub struct ExpectedAttention {
     pub ahead: u32,
     /// First positions whose queries are ignored, since they differ from all others; 4 by default.
     pub skip: u32,
-    /// Queries that mean and variance are taken over; beyond that number older ones fade. 512 by default.
+    /// Queries that mean and variance are taken over, at least 1; beyond that number older ones fade. 512 by default.
     pub memory: u32,
     /// Added to `p`; 0 by default.
     pub epsilon: f32,
@@ -69,7 +69,7 @@ impl ExpectedAttention {
 
     /// Means of cosine and sine of each pair over positions `now..now + ahead`.
     fn mean_turns(&self, angles: &[f64], now: u32) -> Vec<(f64, f64)> {
-        let n = f64::from(self.ahead.max(1));
+        let n = f64::from(self.ahead);
         let mean = |angle: &f64| {
             // A geometric sum of unit vectors: the middle one, times a factor.
             let part = libm::sin(0.5 * angle);
@@ -94,6 +94,15 @@ impl Policy for ExpectedAttention {
         to(scale.map(f32::to_le_bytes).as_ref().map_or(&[][..], |scale| scale));
     }
 
+    fn check(&self) -> Result<(), OptionError> {
+        for (name, value) in [("ahead", self.ahead), ("memory", self.memory)] {
+            if value == 0 {
+                return Err(OptionError::new(name, 0.0, "at least 1"));
+            }
+        }
+        Ok(())
+    }
+
     fn rotation(&self) -> Option<Rope> {
         self.rope
     }
@@ -116,7 +125,7 @@ impl Policy for ExpectedAttention {
             if position < self.skip {
                 continue;
             }
-            *count = (*count + 1.0).min(self.memory.max(1) as f32);
+            *count = (*count + 1.0).min(self.memory as f32);
             let rate = 1.0 / f64::from(*count);
             for (query, head) in queries.chunks_exact(k_dim).zip(heads.chunks_exact_mut(2 * k_dim)) {
                 row.iter_mut().zip(query).for_each(|(row, x)| *row = f64::from(*x));

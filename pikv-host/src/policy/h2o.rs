@@ -1,6 +1,6 @@
 //! H2O: keeps heavy hitters (arXiv 2306.14048).
 
-use super::{Candidates, Feedback, Policy, Seen};
+use super::{Candidates, MassFeedback, Policy, Seen};
 use pikv_core::warp::LANES;
 
 /// `u` = attention mass received since the token was appended, over all rows and the query heads of its KV head. H2O's recent tokens are
@@ -13,8 +13,8 @@ impl Policy for H2o {
         "H2O"
     }
 
-    fn feedback(&self) -> Feedback {
-        Feedback::Mass
+    fn feedback(&self) -> MassFeedback {
+        MassFeedback::All
     }
 
     fn words(&self) -> usize {

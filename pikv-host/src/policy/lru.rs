@@ -1,6 +1,6 @@
 //! LRU: evicts the tokens of the page whose last use is oldest.
 
-use super::{Candidates, Feedback, Policy, Seen};
+use super::{Candidates, MassFeedback, Policy, Seen};
 use pikv_core::warp::LANES;
 
 /// `u = -(now - last use)`. Rows use a page if they give it at least `share` times the attention of an equal spread over all tokens;
@@ -39,8 +39,8 @@ impl Policy for Lru {
         to(&self.share.to_le_bytes());
     }
 
-    fn feedback(&self) -> Feedback {
-        Feedback::Mass
+    fn feedback(&self) -> MassFeedback {
+        MassFeedback::All
     }
 
     fn words(&self) -> usize {

@@ -1,7 +1,7 @@
 //! LRU+: recency and decayed frequency.
 
 use super::lru::{age, stored};
-use super::{Candidates, Feedback, Policy, Seen};
+use super::{Candidates, MassFeedback, OptionError, Policy, Seen};
 use pikv_core::warp::LANES;
 
 /// `u = -(now - last use) + lambda * frequency`, where `frequency` counts uses, each multiplied by `decay` for every token since, up to the
@@ -34,8 +34,15 @@ impl Policy for LruPlus {
         [self.lambda, self.decay, self.share].iter().for_each(|x| to(&x.to_le_bytes()));
     }
 
-    fn feedback(&self) -> Feedback {
-        Feedback::Mass
+    fn check(&self) -> Result<(), OptionError> {
+        if self.decay > 0.0 && self.decay <= 1.0 {
+            return Ok(());
+        }
+        Err(OptionError::new("decay", self.decay.into(), "above 0 and at most 1"))
+    }
+
+    fn feedback(&self) -> MassFeedback {
+        MassFeedback::All
     }
 
     fn words(&self) -> usize {

@@ -29,8 +29,10 @@ mod key_norm;
 pub(crate) mod lru;
 mod lru_plus;
 pub(crate) mod page;
+mod pyramid_kv;
 mod quest_lit;
 pub(crate) mod rule;
+mod scores;
 mod seen;
 mod snap_kv;
 pub(crate) mod state;
@@ -38,19 +40,21 @@ mod streaming_llm;
 mod tova;
 mod worst;
 
+pub use crate::base::error::OptionError;
 pub use ada_kv_lit::AdaKvLit;
 pub use budget::Budget;
 pub use candidates::Candidates;
 pub(crate) use candidates::{Candidate, Source, pinned};
-pub use chunks::Chunks;
+pub use chunks::{ChunkKv, Chunks};
 pub use duo::{Duo, DuoError};
 pub use duo_lit::DuoLit;
 pub use expected_attention::ExpectedAttention;
-pub use fast_v::{FastVFollows, FastVReceived, fast_v};
+pub use fast_v::{FastV, FastVFollows, FastVReceived, fast_v};
 pub use h2o::H2o;
 pub use key_norm::KeyNorm;
 pub use lru::Lru;
 pub use lru_plus::LruPlus;
+pub use pyramid_kv::PyramidKv;
 pub use quest_lit::{Dense, QuestLit, QuestLitError};
 pub use seen::{HeadSeen, Positions, Seen};
 pub use snap_kv::SnapKv;
@@ -72,14 +76,14 @@ pub(crate) fn worth(utility: f32) -> f32 {
 /// Attention mass that a policy gets after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Feedback {
+pub enum MassFeedback {
     /// None: attention runs as fast as without a policy.
     None,
     /// The mass of every token, summed over all rows.
-    Mass,
+    All,
     /// The mass of every token, from the given number of last rows of a step. Also from each row that can be rolled back, because a rollback
     /// may make it the last.
-    LastMass(u32),
+    LastRows(u32),
 }
 
 /// Gives tokens their utilities. One value serves all layers and heads; state is kept for each token and each head.
@@ -91,14 +95,22 @@ pub trait Policy: fmt::Debug + Send + Sync {
     /// Name of the policy in reports.
     fn name(&self) -> &str;
 
+    /// Checks its options. Building a cache calls it.
+    ///
+    /// # Errors
+    /// An option out of range.
+    fn check(&self) -> Result<(), OptionError> {
+        Ok(())
+    }
+
     /// The attention mass that it needs. Mass costs
     ///
     /// * time: a second pass over the scores;
     /// * during a call 4 bytes a row, query head and token, for the scores;
     /// * from one step to the next 4 bytes a layer, KV head and token, once for the step's rows and once for each row that can be rolled
     ///   back.
-    fn feedback(&self) -> Feedback {
-        Feedback::None
+    fn feedback(&self) -> MassFeedback {
+        MassFeedback::None
     }
 
     /// Whether it reads [`HeadSeen::hits`] and [`HeadSeen::misses`], which are counted only then ([`Hits`](crate::rules::Hits)).
@@ -225,7 +237,7 @@ pub struct Token<'a> {
 ///     step.commit()?;
 /// }
 /// assert_eq!(sequence.resident(0, 0)?.0, 48);             // layer 0, KV head 0
-/// assert_eq!(sequence.next_position().0, 100);            // positions go on
+/// assert_eq!(sequence.next_position().0, 100);            // positions are not used again
 /// # Ok::<(), pikv::Error>(())
 /// ```
 #[derive(Clone, Debug)]

@@ -3,7 +3,7 @@
 use crate::base::error::ConfigError;
 use crate::base::frequencies::Frequencies;
 use crate::policy::state::TokenStates;
-use crate::policy::{Eviction, Feedback, Scope, Seen, Token};
+use crate::policy::{Eviction, MassFeedback, Scope, Seen, Token};
 use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
@@ -30,7 +30,7 @@ pub(crate) struct Rule {
     /// Properties of the policy, read once when the cache was built.
     pub name: String,
     pub scope: Scope,
-    pub feedback: Feedback,
+    pub feedback: MassFeedback,
     pub oldest_first: bool,
     pub reads_tokens: bool,
     pub wants_hits: bool,
@@ -61,6 +61,8 @@ impl Rule {
             return Err(refuse(why.to_owned()));
         }
         let policy = &eviction.policy;
+        let invalid = |option| ConfigError::PolicyOption { layer, policy: policy.name().to_owned(), option };
+        policy.check().map_err(invalid)?;
         let (words, k_dim) = (policy.words(), shape.layout.k_dim as usize);
         let head_words = policy.head_words(k_dim, shape.group() as usize);
         if words + head_words > 0 && rollback > ROLLBACK {
@@ -111,9 +113,9 @@ impl Rule {
     pub fn cuts(&self, old: u32, new: u32) -> impl Iterator<Item = (Range<u32>, Range<u32>)> + use<> {
         let single = new - (self.versions as u32 - 1).min(new - old);
         let (from, told) = match self.feedback {
-            Feedback::None => (single, false),
-            Feedback::Mass => (old, true),
-            Feedback::LastMass(rows) => (new.saturating_sub(rows), true),
+            MassFeedback::None => (single, false),
+            MassFeedback::All => (old, true),
+            MassFeedback::LastRows(rows) => (new.saturating_sub(rows), true),
         };
         let many = old..single;
         let first = (!many.is_empty()).then(|| (many, from.clamp(old, single)..single));

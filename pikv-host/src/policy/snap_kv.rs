@@ -1,6 +1,6 @@
 //! SnapKV: keeps the tokens that the last queries attend to (arXiv 2404.14469).
 
-use super::{Candidates, Feedback, Policy, Seen};
+use super::{Candidates, MassFeedback, OptionError, Policy, Seen};
 use pikv_core::warp::LANES;
 
 /// `u` = mean attention from the last `window` rows, averaged over `pool` neighbours by position: neighbours of an important token are kept
@@ -12,7 +12,7 @@ use pikv_core::warp::LANES;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SnapKv {
-    /// Rows of the mean; 32 by default.
+    /// Rows of the mean, at least 1; 32 by default.
     pub window: u32,
     /// Neighbours to average over, odd; 5 by default, 1 for no pooling.
     pub pool: u32,
@@ -36,8 +36,18 @@ impl Policy for SnapKv {
         to(&self.pool.to_le_bytes());
     }
 
-    fn feedback(&self) -> Feedback {
-        Feedback::LastMass(self.window)
+    fn check(&self) -> Result<(), OptionError> {
+        if self.window == 0 {
+            return Err(OptionError::new("window", 0.0, "at least 1"));
+        }
+        if self.pool.is_multiple_of(2) {
+            return Err(OptionError::new("pool", self.pool.into(), "odd"));
+        }
+        Ok(())
+    }
+
+    fn feedback(&self) -> MassFeedback {
+        MassFeedback::LastRows(self.window)
     }
 
     fn words(&self) -> usize {

@@ -1,6 +1,6 @@
 //! TOVA: evicts the token that the newest query weighs least (arXiv 2401.06104).
 
-use super::{Candidates, Feedback, Policy, Scope, Seen};
+use super::{Candidates, MassFeedback, Policy, Scope, Seen};
 use pikv_core::warp::LANES;
 
 /// `u` = attention of the last row, added over the heads of the layer, which evict the same tokens.
@@ -12,8 +12,8 @@ impl Policy for Tova {
         "TOVA"
     }
 
-    fn feedback(&self) -> Feedback {
-        Feedback::LastMass(1)
+    fn feedback(&self) -> MassFeedback {
+        MassFeedback::LastRows(1)
     }
 
     fn words(&self) -> usize {

@@ -49,7 +49,7 @@ impl Leaves {
             if used <= at && !leaf.is_held() {
                 return Some(leaf.clone());
             }
-            // A held leaf goes behind all leaves that this call examines.
+            // A held leaf is moved behind all leaves that this call examines.
             *place = if used > at { used } else { now + 1 };
             self.order.remove(&(at, key));
             self.order.insert((*place, key));

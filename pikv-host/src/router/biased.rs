@@ -2,8 +2,8 @@
 
 use super::on_device::{Averages, DeviceChoice, DevicePlan};
 use super::{
-    Coefficients, Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, coefficient, decay,
-    length, positions,
+    Coefficients, PageFeedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, coefficient,
+    decay, length, positions,
 };
 use pikv_core::page::Position;
 use pikv_core::score::{self, Bias, Groups, MAX_GROUPS, Ranking};
@@ -244,7 +244,7 @@ impl Biased {
     }
 
     /// [`Router::observe`] of checked feedback.
-    pub(super) fn learn(&mut self, feedback: &Feedback<'_>) {
+    pub(super) fn learn(&mut self, feedback: &PageFeedback<'_>) {
         let total: u64 = self.counts.iter().sum();
         if let Some(keep) = self.terms.load
             && total > 0
@@ -315,7 +315,7 @@ impl Router for Biased {
         Ok(())
     }
 
-    fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {
+    fn observe(&mut self, feedback: &PageFeedback<'_>) -> Result<(), RouteError> {
         feedback.check(&self.shape)?;
         self.learn(feedback);
         Ok(())

@@ -23,16 +23,16 @@
 //! ```
 //! # use pikv_host as pikv;
 //! use pikv::Position;
-//! use pikv::router::{CacheAware, Feedback, Router, Routes, Shape};
+//! use pikv::router::{CacheAware, PageFeedback, Router, Routes, Shape};
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let mut router = CacheAware::default().router(Shape::new(4, 2))?;
 //! let mut routes = Routes::default();
 //! router.route(Position(0), &[1.0, 0.98, 0.97, -2.0], &mut routes)?;
 //! assert_eq!(routes.filing().experts, [0, 1]);
-//! router.observe(&Feedback::new(&[8, 8, 8, 0], &[0, 8, 0, 0]))?;  // the pages of expert 1 missed
+//! router.observe(&PageFeedback::new(&[8, 8, 8, 0], &[0, 8, 0, 0]))?;  // the pages of expert 1 missed
 //! routes.clear();
 //! for _ in 0..8 {
-//!     router.observe(&Feedback::new(&[8, 8, 8, 0], &[0, 8, 0, 0]))?;
+//!     router.observe(&PageFeedback::new(&[8, 8, 8, 0], &[0, 8, 0, 0]))?;
 //! }
 //! router.route(Position(1), &[1.0, 0.98, 0.97, -2.0], &mut routes)?;
 //! assert_eq!(routes.filing().experts, [0, 2]);
@@ -158,7 +158,7 @@ pub enum RouterKind {
     Adaptive,
     /// R_H, [`Hierarchical`].
     Hierarchical,
-    /// A router of your own, with a number that tells it from your others: a state of one is refused by another.
+    /// A router of your own, with a number that no other of yours has: the state of one is refused by another.
     Custom(u8),
 }
 
@@ -359,9 +359,9 @@ impl Routes {
 /// Pages that a step wanted and missed, over all rows routed since the last feedback.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
-pub struct Feedback<'a> {
+pub struct PageFeedback<'a> {
     /// `[experts]` pages of each expert that rows wanted, fetched or not, summed over rows and KV heads
-    /// ([`StepReport`](crate::StepReport) defines wanted pages), in units of `1 /` [`of_page`](Feedback::of_page) page.
+    /// ([`StepReport`](crate::StepReport) defines wanted pages), in units of `1 /` [`of_page`](PageFeedback::of_page) page.
     pub wanted: &'a [u32],
     /// `[experts]` those of them that were evicted, remote, in a lower tier, or of an expert that was not fetched.
     pub missed: &'a [u32],
@@ -371,20 +371,20 @@ pub struct Feedback<'a> {
     pub remote_bytes: u64,
 }
 
-impl<'a> Feedback<'a> {
+impl<'a> PageFeedback<'a> {
     /// Pages wanted and missed, both `[experts]`; no remote bytes.
-    pub fn new(wanted: &'a [u32], missed: &'a [u32]) -> Feedback<'a> {
-        Feedback { wanted, missed, of_page: 1, remote_bytes: 0 }
+    pub fn new(wanted: &'a [u32], missed: &'a [u32]) -> PageFeedback<'a> {
+        PageFeedback { wanted, missed, of_page: 1, remote_bytes: 0 }
     }
 
     /// Sets the units of both counts in a page.
-    pub fn of_page(mut self, parts: u32) -> Feedback<'a> {
+    pub fn of_page(mut self, parts: u32) -> PageFeedback<'a> {
         self.of_page = parts;
         self
     }
 
     /// Sets the remote bytes.
-    pub fn remote_bytes(mut self, bytes: u64) -> Feedback<'a> {
+    pub fn remote_bytes(mut self, bytes: u64) -> PageFeedback<'a> {
         self.remote_bytes = bytes;
         self
     }
@@ -408,7 +408,7 @@ impl<'a> Feedback<'a> {
 /// ```
 /// # use pikv_host as pikv;
 /// use pikv::Position;
-/// use pikv::router::{Feedback, LoadBalanced, Router, Routes, Shape, TopK};
+/// use pikv::router::{PageFeedback, LoadBalanced, Router, Routes, Shape, TopK};
 ///
 /// # fn main() -> Result<(), pikv::router::RouteError> {
 /// let shape = Shape::new(4, 2);                           // 4 experts, 2 for each token
@@ -421,7 +421,7 @@ impl<'a> Feedback<'a> {
 ///     routes.clear();
 ///     router.route(Position(0), &[0.1, 0.9, 0.3, -1.0], &mut routes)?;
 ///     assert_eq!(routes.filing().experts, [1, 2]);        // for Step::route
-///     router.observe(&Feedback::new(&[0, 8, 8, 0], &[0, 0, 2, 0]))?; // after the step: pages wanted, and missed
+///     router.observe(&PageFeedback::new(&[0, 8, 8, 0], &[0, 0, 2, 0]))?; // after the step: pages wanted, and missed
 /// }
 /// # Ok(())
 /// # }
@@ -447,7 +447,7 @@ pub trait Router: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`RouteError::Length`] for slices that are not `[experts]`, [`RouteError::Feedback`] for more pages missed than wanted.
-    fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError>;
+    fn observe(&mut self, feedback: &PageFeedback<'_>) -> Result<(), RouteError>;
 
     /// The data with which a device chooses in this router's place
     /// ([`LoopStep::route_device`](crate::closed_loop::LoopStep::route_device)). A router that wraps one of pikv's forwards this method and
@@ -474,7 +474,7 @@ pub trait Router: fmt::Debug + Send + Sync {
         Err(RouteError::HostOnly { router: self.kind(), why })
     }
 
-    /// Whether it learns from [`Feedback::wanted`]; a [`ClosedLoop`](crate::ClosedLoop) counts hits only then
+    /// Whether it learns from [`PageFeedback::wanted`]; a [`ClosedLoop`](crate::ClosedLoop) counts hits only then
     /// ([`Hits`](crate::rules::Hits)).
     fn wants_hits(&self) -> bool {
         true

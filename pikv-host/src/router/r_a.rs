@@ -21,7 +21,7 @@ use super::biased::Terms;
 use super::on_device::DevicePlan;
 use super::solve::solve;
 use super::{
-    ArmState, BanditState, Biased, Coefficients, Feedback, Misses, RouteError, Router, RouterKind,
+    ArmState, BanditState, Biased, Coefficients, Misses, PageFeedback, RouteError, Router, RouterKind,
     RouterState, Routes, Shape, coefficient, decay,
 };
 use pikv_core::hash;
@@ -98,20 +98,16 @@ impl Adaptive {
     /// R_T; R_LB with alpha 0.1; R_P with lambda 0.05 and 0.2; R_E with beta 0.1; and, if `top_k` is above 1, R_LB and R_E combined with
     /// R_P's lambda of 0.2, which fetch half of the experts. No two rank alike.
     pub fn default_arms(top_k: u32) -> Vec<Arm> {
-        let none = Coefficients::default();
         let all = [
-            none,
-            Coefficients { alpha: 0.1, ..none },
-            Coefficients { lambda: 0.05, ..none },
-            Coefficients { lambda: 0.2, ..none },
-            Coefficients { beta: 0.1, ..none },
+            Coefficients::default(),
+            Coefficients::new(0.1, 0.0, 0.0),
+            Coefficients::new(0.0, 0.05, 0.0),
+            Coefficients::new(0.0, 0.2, 0.0),
+            Coefficients::new(0.0, 0.0, 0.1),
         ];
         let mut arms = all.map(|coefficients| Arm { coefficients, fetch: top_k }).to_vec();
         if top_k > 1 {
-            let half = [
-                Coefficients { alpha: 0.1, lambda: 0.2, ..none },
-                Coefficients { lambda: 0.2, beta: 0.1, ..none },
-            ];
+            let half = [Coefficients::new(0.1, 0.2, 0.0), Coefficients::new(0.0, 0.2, 0.1)];
             arms.extend(half.map(|coefficients| Arm { coefficients, fetch: top_k / 2 }));
         }
         arms
@@ -257,7 +253,7 @@ impl Router for Bandit {
         self.core.routed(chosen, entropy)
     }
 
-    fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {
+    fn observe(&mut self, feedback: &PageFeedback<'_>) -> Result<(), RouteError> {
         feedback.check(&self.shape())?;
         let context = self.context();
         let counts = self.core.counts().to_vec();

@@ -1,7 +1,7 @@
 //! R_B: hash and round-robin routing (arXiv 2508.06526, R_B; hash layers, Roller et al., arXiv 2106.04426).
 
 use super::on_device::{Averages, DeviceChoice, DevicePlan};
-use super::{Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, positions};
+use super::{PageFeedback, RouteError, Router, RouterKind, RouterState, Routes, Shape, positions};
 use pikv_core::hash;
 use pikv_core::page::Position;
 
@@ -107,7 +107,7 @@ impl Router for HashRouter {
         self.shape.check_chosen(chosen)
     }
 
-    fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {
+    fn observe(&mut self, feedback: &PageFeedback<'_>) -> Result<(), RouteError> {
         feedback.check(&self.shape)
     }
 

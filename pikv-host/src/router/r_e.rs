@@ -43,7 +43,7 @@ impl EntropyPenalised {
     /// An invalid shape, options out of range, or `model_choice` without a cap.
     pub fn router(self, shape: Shape) -> Result<Biased, RouteError> {
         let EntropyPenalised { beta, ema, cap, model_choice, more } = self;
-        let coefficients = Coefficients { beta, ..Default::default() };
+        let coefficients = Coefficients::new(0.0, 0.0, beta);
         let terms = Terms {
             coefficients,
             acts: Some("beta"),

@@ -34,7 +34,7 @@ impl LoadBalanced {
     /// An invalid shape, options out of range, or `model_choice` without a cap.
     pub fn router(self, shape: Shape) -> Result<Biased, RouteError> {
         let LoadBalanced { alpha, ema, cap, model_choice } = self;
-        let coefficients = Coefficients { alpha, ..Default::default() };
+        let coefficients = Coefficients::new(alpha, 0.0, 0.0);
         let terms = Terms {
             coefficients,
             acts: Some("alpha"),

@@ -34,7 +34,7 @@ impl CacheAware {
     /// An invalid shape, options out of range, or `model_choice` without a cap.
     pub fn router(self, shape: Shape) -> Result<Biased, RouteError> {
         let CacheAware { lambda, misses, ema, cap, model_choice } = self;
-        let coefficients = Coefficients { lambda, ..Default::default() };
+        let coefficients = Coefficients::new(0.0, lambda, 0.0);
         let miss = Some((misses, ema));
         let acts = Some("lambda");
         let terms = Terms { coefficients, acts, miss, cap, model_choice, ..Default::default() };

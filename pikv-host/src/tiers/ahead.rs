@@ -30,11 +30,11 @@ pub(crate) struct Levels {
 
 /// Pages of a layer that a step has begun to prefetch.
 #[derive(Debug, Default)]
-pub(crate) struct Early {
+pub(crate) struct Prefetched {
     pub layer: usize,
     /// Pages in files.
     pub ahead: Option<Ahead>,
-    /// Of memory, on their way to a device.
+    /// Pages in memory, on their way to a device.
     pub lifted: Option<crate::tiers::upload::Lifted>,
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct Ahead {
 
 #[derive(Debug)]
 struct Batch {
-    pages: Mutex<Vec<Coming>>,
+    pages: Mutex<Vec<PrefetchState>>,
     changed: Condvar,
     spare: Arc<Spare>,
 }
@@ -104,8 +104,9 @@ impl Spare {
     }
 }
 
+/// A page of a batch of reads.
 #[derive(Debug)]
-enum Coming {
+enum PrefetchState {
     Waiting(Arc<Stored>),
     Reading,
     Here(Box<[u32]>),
@@ -200,7 +201,7 @@ impl Levels {
                 let Some(left) = room.checked_sub(slot.bytes()) else { break };
                 room = left;
                 at.insert(pages.len());
-                pages.push(Coming::Waiting(slot.clone()));
+                pages.push(PrefetchState::Waiting(slot.clone()));
             }
         }
         if pages.is_empty() {
@@ -261,15 +262,15 @@ impl Levels {
             let mut pages = batch.pages();
             for slot in order {
                 match index.get(&key(slot)) {
-                    Some(at) => match std::mem::replace(&mut pages[*at], Coming::Gone) {
-                        Coming::Here(words) => {
+                    Some(at) => match std::mem::replace(&mut pages[*at], PrefetchState::Gone) {
+                        PrefetchState::Here(words) => {
                             staged.pages.insert(key(slot), words);
                         }
-                        Coming::Reading => {
-                            pages[*at] = Coming::Reading;
+                        PrefetchState::Reading => {
+                            pages[*at] = PrefetchState::Reading;
                             awaited.push((*at, slot));
                         }
-                        Coming::Waiting(_) | Coming::Gone => late.push(slot),
+                        PrefetchState::Waiting(_) | PrefetchState::Gone => late.push(slot),
                     },
                     None => late.push(slot),
                 }
@@ -341,18 +342,18 @@ impl Drop for Levels {
 }
 
 impl Batch {
-    fn pages(&self) -> MutexGuard<'_, Vec<Coming>> {
+    fn pages(&self) -> MutexGuard<'_, Vec<PrefetchState>> {
         self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for the page at `at`, which is being read; `None` if the read fails.
     fn wait(&self, at: usize) -> Option<Box<[u32]>> {
         let mut pages = self.pages();
-        while matches!(pages[at], Coming::Reading) {
+        while matches!(pages[at], PrefetchState::Reading) {
             pages = self.changed.wait(pages).unwrap_or_else(PoisonError::into_inner);
         }
-        match std::mem::replace(&mut pages[at], Coming::Gone) {
-            Coming::Here(words) => Some(words),
+        match std::mem::replace(&mut pages[at], PrefetchState::Gone) {
+            PrefetchState::Here(words) => Some(words),
             _ => None,
         }
     }
@@ -361,8 +362,8 @@ impl Batch {
     fn bring(&self, at: usize) -> bool {
         let slot = match self.pages().get_mut(at) {
             None => return false,
-            Some(page @ Coming::Waiting(_)) => match std::mem::replace(page, Coming::Reading) {
-                Coming::Waiting(slot) => slot,
+            Some(page @ PrefetchState::Waiting(_)) => match std::mem::replace(page, PrefetchState::Reading) {
+                PrefetchState::Waiting(slot) => slot,
                 _ => return true,
             },
             Some(_) => return true,
@@ -371,8 +372,8 @@ impl Batch {
         let read = catch_unwind(AssertUnwindSafe(|| self.spare.read(&slot)));
         drop(slot);
         self.pages()[at] = match read {
-            Ok(Ok(words)) => Coming::Here(words),
-            _ => Coming::Gone,
+            Ok(Ok(words)) => PrefetchState::Here(words),
+            _ => PrefetchState::Gone,
         };
         self.changed.notify_all();
         true
@@ -382,12 +383,14 @@ impl Batch {
 impl Drop for Ahead {
     fn drop(&mut self) {
         let mut pages = self.batch.pages();
-        let given_up = pages.iter_mut().filter(|page| !matches!(page, Coming::Reading));
-        self.batch.spare.give_back(given_up.filter_map(|page| match std::mem::replace(page, Coming::Gone) {
-            Coming::Here(words) => Some(words),
-            _ => None,
+        let given_up = pages.iter_mut().filter(|page| !matches!(page, PrefetchState::Reading));
+        self.batch.spare.give_back(given_up.filter_map(|page| {
+            match std::mem::replace(page, PrefetchState::Gone) {
+                PrefetchState::Here(words) => Some(words),
+                _ => None,
+            }
         }));
-        while pages.iter().any(|page| matches!(page, Coming::Reading)) {
+        while pages.iter().any(|page| matches!(page, PrefetchState::Reading)) {
             pages = self.batch.changed.wait(pages).unwrap_or_else(PoisonError::into_inner);
         }
     }

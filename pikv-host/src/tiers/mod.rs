@@ -30,7 +30,7 @@ mod store;
 pub(crate) mod upload;
 
 pub use crate::base::error::TierOperation;
-pub(crate) use ahead::{Early, Levels, Staged};
+pub(crate) use ahead::{Levels, Prefetched, Staged};
 pub(crate) use level::{Level, Stored};
 pub use rate::TierRate;
 pub use store::PageStore;

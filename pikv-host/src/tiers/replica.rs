@@ -17,8 +17,8 @@ pub(crate) trait FetchPage: Send + Sync {
     /// All ranks with copies are lost, or one fails.
     fn fetch(&self, page: &RankPage, words: &mut [u32]) -> Result<(), Error>;
 
-    /// Whether a rank is reached by messages, as another process is.
-    fn is_wired(&self, rank: u32) -> bool;
+    /// Whether a rank is apart from the front ([`Fabric::is_remote`](crate::fabric::Fabric::is_remote)).
+    fn is_remote(&self, rank: u32) -> bool;
 }
 
 /// A block of 8 pages of one expert, of any sequence.
@@ -85,9 +85,9 @@ impl RankPage {
         self.copies().first().map_or(0, |copy| copy.rank)
     }
 
-    /// Whether this process has a copy: the front is rank 0 of `mpi`.
+    /// Whether a rank that is not apart from the front has a copy, as rank 0 of `pikv-mpi` may.
     pub fn is_here(&self) -> bool {
-        self.copies().iter().any(|copy| !self.front.is_wired(copy.rank))
+        self.copies().iter().any(|copy| !self.front.is_remote(copy.rank))
     }
 
     /// Copies the page's words to `words`.
@@ -99,9 +99,9 @@ impl RankPage {
     }
 }
 
-/// An expert's run of pages, in a KV head of a layer, of any sequence.
+/// Name of an expert's run in a KV head of a layer, for any sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct RunOf {
+pub struct RunId {
     pub layer: u32,
     pub head: u32,
     pub expert: u16,
@@ -109,8 +109,8 @@ pub struct RunOf {
 
 impl Block {
     /// The run that the block belongs to.
-    pub fn run(self) -> RunOf {
-        RunOf { layer: self.layer, head: self.head, expert: self.expert }
+    pub fn run(self) -> RunId {
+        RunId { layer: self.layer, head: self.head, expert: self.expert }
     }
 }
 
@@ -118,10 +118,10 @@ type List = Mutex<Vec<Mirror>>;
 
 /// All lists of mirrors by run, of all sequences: when a block moves, its mirrors move too.
 #[derive(Debug, Default)]
-pub struct MirrorBook(Mutex<HashMap<RunOf, Vec<Weak<List>>>>);
+pub struct MirrorBook(Mutex<HashMap<RunId, Vec<Weak<List>>>>);
 
 impl MirrorBook {
-    fn add(&self, run: RunOf, list: &Arc<List>) {
+    fn add(&self, run: RunId, list: &Arc<List>) {
         let mut book = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let lists = book.entry(run).or_default();
         // Lists of dropped sequences are removed when the vector is full.
@@ -132,7 +132,7 @@ impl MirrorBook {
     }
 
     /// The lists of a run.
-    pub fn of(&self, run: RunOf) -> Vec<Arc<List>> {
+    pub fn of(&self, run: RunId) -> Vec<Arc<List>> {
         let mut book = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(lists) = book.get_mut(&run) else { return Vec::new() };
         lists.retain(|list| list.strong_count() > 0);
@@ -152,13 +152,13 @@ pub(crate) struct Mirrors(OnceLock<Box<Listed>>);
 #[derive(Debug)]
 struct Listed {
     list: Arc<List>,
-    run: RunOf,
+    run: RunId,
     book: Arc<MirrorBook>,
 }
 
 impl Listed {
     /// A list that is entered in the book.
-    fn new(list: Vec<Mirror>, run: RunOf, book: &Arc<MirrorBook>) -> Box<Listed> {
+    fn new(list: Vec<Mirror>, run: RunId, book: &Arc<MirrorBook>) -> Box<Listed> {
         let list = Arc::new(Mutex::new(list));
         book.add(run, &list);
         Box::new(Listed { list, run, book: book.clone() })
@@ -202,7 +202,7 @@ impl Clone for Mirrors {
 
 impl Mirrors {
     /// The list, for changes; entered in `book` if it is new.
-    pub fn open(&self, run: RunOf, book: &Arc<MirrorBook>) -> MutexGuard<'_, Vec<Mirror>> {
+    pub fn open(&self, run: RunId, book: &Arc<MirrorBook>) -> MutexGuard<'_, Vec<Mirror>> {
         self.0.get_or_init(|| Listed::new(Vec::new(), run, book)).list()
     }
 
@@ -212,7 +212,7 @@ impl Mirrors {
     }
 
     /// Records the lanes that a rank has of a page.
-    pub fn note(&self, run: RunOf, book: &Arc<MirrorBook>, mirror: Mirror) {
+    pub fn note(&self, run: RunId, book: &Arc<MirrorBook>, mirror: Mirror) {
         let mut list = self.open(run, book);
         list.retain(|known| known.ordinal != mirror.ordinal);
         list.push(mirror);

@@ -4,7 +4,7 @@ use crate::base::error::Error;
 use crate::device::Device;
 use crate::device::lifts::Lift;
 use crate::device::memory::{Memory, Pinned};
-use crate::device::stream::Moment;
+use crate::device::stream::Event;
 use crate::tiers::Stored;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -48,7 +48,7 @@ impl Device {
         let lift = match spare {
             Some(lift) => lift,
             None => {
-                Lift { host: Pinned::default(), memory: Memory::default(), done: Moment::new()?, read: None }
+                Lift { host: Pinned::default(), memory: Memory::default(), done: Event::new()?, read: None }
             }
         };
         let Lift { host, memory, done, read } = lifted.lift.insert(lift);
@@ -97,7 +97,7 @@ impl Drop for Lifted {
         let _ = self.device.enter();
         let Some(mut lift) = self.lift.take() else { return };
         // All its readers are launched. If that cannot be recorded, the memory is freed, and the driver waits for them.
-        let read = lift.read.take().map_or_else(Moment::new, Ok);
+        let read = lift.read.take().map_or_else(Event::new, Ok);
         if let Ok(read) = read.and_then(|read| read.record(&self.device.stream).map(|()| read)) {
             lift.read = Some(read);
             self.device.lifts.spare.lock().unwrap_or_else(PoisonError::into_inner).push(lift);

@@ -1,4 +1,4 @@
-//! Maps, crops, token choices and budgets, each compared with a slow form of its definition.
+//! Maps, crops, means of tokens and budgets, each compared with a slow form of its definition.
 
 mod crops;
 mod hybrid;

@@ -1,7 +1,7 @@
 //! A router that wraps another, as a user's own would.
 
 use pikv::Position;
-use pikv::router::{Feedback, RouteError, Router, RouterKind, RouterState, Routes, Shape};
+use pikv::router::{PageFeedback, RouteError, Router, RouterKind, RouterState, Routes, Shape};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -32,7 +32,7 @@ impl Router for Wrapped {
             false => self.router.route(first, logits, out),
         }
     }
-    fn observe(&mut self, feedback: &Feedback<'_>) -> Result<(), RouteError> {
+    fn observe(&mut self, feedback: &PageFeedback<'_>) -> Result<(), RouteError> {
         self.router.observe(feedback)
     }
     fn wants_hits(&self) -> bool {

@@ -87,9 +87,9 @@ impl Model {
             .sinks(self.sinks)
             .experts(self.experts, self.experts.min(2))
             .shards(ShardMap::sum(self.shards).unwrap())
-            .bounds(true)
+            .key_bounds(true)
             .hits(Hits::new().pages(2).every(1))
-            .poison(true);
+            .nan_fill(true);
         if let Some((code, all)) = self.codec {
             let codec = Codec::new(Coding::new(code), Coding::new(code));
             for layer in 0..self.layers {

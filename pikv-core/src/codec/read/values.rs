@@ -51,7 +51,7 @@ impl<'a, const R: usize> PackedPages<'a, R> {
         let from = self.v_scales as usize;
         let next: &'a [u32] = match self.pages.get(i + 1) {
             Some(page) => &page.words[from..],
-            // Its keys, if it is packed too; else as many of its words.
+            // The keys of the page after the block, if it is packed too; else as many of its words.
             None => self.next.get(TAGS as usize..from.min(self.next.len())).unwrap_or_default(),
         };
         next.as_chunks().0

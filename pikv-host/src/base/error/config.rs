@@ -6,6 +6,26 @@ use thiserror::Error;
 /// Most shards of a cache. Each has an arena for every page size.
 pub(crate) const MAX_SHARDS: u32 = 1 << 16;
 
+/// An option of a policy that is out of range.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[error("{name} {value}; it must be {range}")]
+#[non_exhaustive]
+pub struct OptionError {
+    /// Name of the option.
+    pub name: &'static str,
+    /// Value given.
+    pub value: f64,
+    /// Accepted values.
+    pub range: &'static str,
+}
+
+impl OptionError {
+    /// Option `name` was given `value`; it must be `range`.
+    pub const fn new(name: &'static str, value: f64, range: &'static str) -> OptionError {
+        OptionError { name, value, range }
+    }
+}
+
 /// An invalid configuration.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
@@ -88,6 +108,16 @@ pub enum ConfigError {
         layer: usize,
         /// The policy's name.
         policy: String,
+    },
+    /// A policy with an option out of range, by [`Policy::check`](crate::policy::Policy::check).
+    #[error("layer {layer}: the policy {policy} with {option}")]
+    PolicyOption {
+        /// The layer.
+        layer: usize,
+        /// The policy's name.
+        policy: String,
+        /// The option and its value.
+        option: OptionError,
     },
     /// More rollback than there is memory for, with a policy that keeps state per token or head.
     #[error(

@@ -6,7 +6,7 @@ mod fabric;
 mod save;
 
 pub use self::{
-    config::ConfigError,
+    config::{ConfigError, OptionError},
     cuda::CudaError,
     fabric::FabricError,
     save::{SaveError, SaveOperation},
@@ -363,7 +363,7 @@ pub enum Error {
         len: u32,
     },
     /// [`ReadPages::Quest`](crate::attend::options::ReadPages::Quest) in a cache without bounds.
-    #[error("ReadPages::Quest in a cache without bounds; set CacheConfig::bounds")]
+    #[error("ReadPages::Quest in a cache without bounds; set CacheConfig::key_bounds")]
     NoBounds,
     /// Closed gaps in a layer that receives rotated keys.
     #[error(

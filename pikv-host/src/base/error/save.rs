@@ -27,7 +27,7 @@ impl fmt::Display for SaveOperation {
 }
 
 impl SaveError {
-    /// That tokens of it were evicted.
+    /// The error of a saved part whose tokens were evicted, or left a window.
     pub(crate) fn evicted() -> super::Error {
         SaveError::Part { why: "tokens were evicted, or left a window" }.into()
     }

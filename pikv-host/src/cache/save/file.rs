@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::{self, BufReader, BufWriter};
 use std::path::Path;
 
-/// Bytes read or written at a time; larger pages go as a whole.
+/// Bytes read or written at a time; larger pages are read and written whole.
 const BUFFER: usize = 1 << 18;
 
 /// Error while a file is written: by the file or by the caller.

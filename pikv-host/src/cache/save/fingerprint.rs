@@ -175,7 +175,7 @@ fn policies(shape: &CacheShape, sum: &mut Sum) {
 }
 
 fn bounds(shape: &CacheShape, sum: &mut Sum) {
-    sum.number(u32::from(shape.config.bounds));
+    sum.number(u32::from(shape.config.key_bounds));
 }
 
 fn hits(shape: &CacheShape, sum: &mut Sum) {

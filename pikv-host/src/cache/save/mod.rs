@@ -182,7 +182,7 @@ impl Sequence {
         if version >= header::SHARED {
             to.push(self.layers.first().map_or(0, |layer| layer.own_until));
         }
-        // In older versions, the version itself tells whether there is a budget.
+        // In older versions the number of the version shows whether a budget follows.
         if version >= header::ROUTERS {
             to.push(budget.unwrap_or(0));
         } else {

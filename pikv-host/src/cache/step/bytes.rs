@@ -82,11 +82,11 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<Layer>, old: u
     let (store, experts) = (&layer.store, inner.shape.config.experts);
     let in_common = layer.is_shared();
     let left = store.ring.left(new);
-    // Tokens that leave the ring and whose experts are known, counted by chain.
+    // Tokens that leave the ring and whose experts are known, counted by run.
     let mut known: SmallVec<[u32; 32]> = smallvec![0; experts as usize + 1];
     for position in layer.filed..left.min(old) {
-        if let Some(chain) = layer.chain_of(&inner.shape, shape, position) {
-            known[chain] += 1;
+        if let Some(run) = layer.run_at(&inner.shape, shape, position) {
+            known[run] += 1;
         }
     }
     // Tokens of this step: each may have a run of its own, with a last page that is shared, or full after one token.
@@ -112,14 +112,14 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<Layer>, old: u
         pages += u64::from(partial);
         let mut early = u64::from(runs) * rounds;
         for (c, &n) in known.iter().enumerate().filter(|(_, n)| **n > 0) {
-            let chain = &head.chains[c];
-            let fill = chain.room().map_or(0, |(_, fill)| fill);
+            let run = &head.runs[c];
+            let fill = run.room().map_or(0, |(_, fill)| fill);
             // A page filled ahead takes the place of an open page, and is shared.
             let taken = in_common || layer.sealed.is_some();
-            let shared = chain.room().is_some_and(|_| taken || chain.shares_room());
+            let shared = run.room().is_some_and(|_| taken || run.shares_room());
             pages += StoreShape::run_pages(n, if fill > 0 { PAGE - fill } else { 0 }) + u64::from(shared);
             closed += u64::from((fill + n) / PAGE);
-            early += u64::from(chain.room().is_some_and(|(page, _)| !Packed::spans(page.words()[0], left)));
+            early += u64::from(run.room().is_some_and(|(page, _)| !Packed::spans(page.words()[0], left)));
         }
         if codec.is_some() {
             pages += early;
@@ -128,7 +128,7 @@ fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<Layer>, old: u
         bytes += pages * shape.layout.bytes();
         bytes += codec.as_ref().map_or(0, |codec| closed * codec.packed.bytes());
         if let Some((codec, aged)) = codec.as_ref().and_then(|codec| Some((codec, codec.aged.as_ref()?))) {
-            let due: u64 = head.chains.experts().map(|(_, chain)| chain.due(codec, left)).sum();
+            let due: u64 = head.runs.experts().map(|(_, run)| run.due(codec, left)).sum();
             // Pages that the step itself packs, if it is long enough to pack them twice.
             let within = if left.saturating_sub(layer.filed) > aged.after { closed } else { 0 };
             bytes += (due + within) * aged.codec.packed.bytes();

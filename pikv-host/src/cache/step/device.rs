@@ -46,12 +46,12 @@ impl Step<'_> {
     ///
     /// # Errors
     /// The errors of `append` except those about values; [`Error::DeviceTensor`] for an address that is null, not aligned, unknown to the
-    /// driver, or of another device; [`Error::HostTensors`] for a cache on the CPU, or with [`bounds`](crate::CacheConfig::bounds), which
+    /// driver, or of another device; [`Error::HostTensors`] for a cache on the CPU, or with [`key_bounds`](crate::CacheConfig::key_bounds), which
     /// the host computes from the keys. The layer may then be appended again; invalid values noted by the device stay noted.
     pub fn append_device(&mut self, layer: usize, k: DeviceSlice, v: DeviceSlice) -> Result<(), Error> {
         self.appendable(layer, k.len(), v.len())?;
-        if self.inner.shape.config.bounds {
-            return Err(Error::HostTensors { layer, what: "bounds of pages (CacheConfig::bounds)" });
+        if self.inner.shape.config.key_bounds {
+            return Err(Error::HostTensors { layer, what: "bounds of pages (CacheConfig::key_bounds)" });
         }
         let mut late = self.late(layer)?;
         let appended = self.append_in_place(layer, k, v, &mut *late);

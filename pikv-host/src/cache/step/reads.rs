@@ -14,7 +14,7 @@ impl Step<'_> {
     /// use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape, ReadPages};
     ///
     /// let layer = LayerShape::new(1, 1, 4, Dtype::F32);
-    /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).bounds(true))?;
+    /// let cache = Cache::new(CacheConfig::new(vec![layer], 1 << 20).ring(32).key_bounds(true))?;
     /// let (mut long, mut short) = (cache.sequence(), cache.sequence());
     /// for n in [500, 1] {
     ///     let mut step = cache.begin([(&mut long, n), (&mut short, 1)])?;
@@ -28,9 +28,9 @@ impl Step<'_> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NotInStep`]; [`Error::NoBounds`] for [`ReadPages::Quest`] in a cache without [`bounds`](crate::CacheConfig::bounds).
+    /// [`Error::NotInStep`]; [`Error::NoBounds`] for [`ReadPages::Quest`] in a cache without [`bounds`](crate::CacheConfig::key_bounds).
     pub fn set_read(&mut self, sequence: usize, read: ReadPages) -> Result<(), Error> {
-        if matches!(read, ReadPages::Quest { .. }) && !self.inner.shape.config.bounds {
+        if matches!(read, ReadPages::Quest { .. }) && !self.inner.shape.config.key_bounds {
             return Err(Error::NoBounds);
         }
         self.part_mut(sequence)?.read = Some(read);

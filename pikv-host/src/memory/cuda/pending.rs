@@ -5,7 +5,7 @@ use crate::codec::{Codec, HeadCodec, Old};
 use crate::device::Device;
 use crate::device::driver::arguments;
 use crate::device::ring::Upload;
-use crate::device::work::Way;
+use crate::device::work::Direction;
 use crate::memory::writes::Tokens;
 use pikv_core::page::{Layout, MAX_DIM};
 use pikv_core::warp::LANES;
@@ -166,7 +166,7 @@ impl Pending {
         }
     }
 
-    /// Drops deferred writes. Copies stay, because pages copied for these writes are already in their chains.
+    /// Drops deferred writes. Copies stay, because pages copied for these writes are already in their runs.
     pub fn forget_writes(&mut self) {
         self.writes.clear();
     }
@@ -271,8 +271,10 @@ impl Pending {
             let (mut codecs, mut list) = (Vec::new(), Vec::new());
             for Pack { codec, page, fill, packed, .. } in &self.packs[..same] {
                 let HeadCodec { codec: Codec { k, v }, packed: form, .. } = codec;
-                let (k, v) =
-                    (work.map(stream, k.mapped(), Way::Store)?, work.map(stream, v.mapped(), Way::Store)?);
+                let (k, v) = (
+                    work.map(stream, k.mapped(), Direction::Store)?,
+                    work.map(stream, v.mapped(), Direction::Store)?,
+                );
                 let codec = CodecArg { packed: PackedArg::from(*form), k, v };
                 let at = codecs.iter().position(|known| *known == codec).unwrap_or_else(|| {
                     codecs.push(codec);

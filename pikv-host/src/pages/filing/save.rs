@@ -33,11 +33,11 @@ impl Head {
         self.ring.states().save(&mut to.fields, |_| true);
         put_floats(&mut to.fields, &self.own);
         self.ghosts.save(&mut to.fields);
-        let runs = self.chains.iter().filter(|(_, chain)| !chain.is_fresh());
+        let runs = self.runs.iter().filter(|(_, run)| !run.is_fresh());
         to.fields.push(runs.clone().count() as u32);
-        for (c, chain) in runs {
+        for (c, run) in runs {
             to.fields.push(c as u32);
-            chain.save(layout, reach.kept, to);
+            run.save(layout, reach.kept, to);
         }
     }
 }
@@ -95,16 +95,16 @@ impl Layer {
         let mut least = 0;
         input.behind = 0;
         for _ in 0..from.count(6)? {
-            let c = from.below(self.heads[h].chains.most(), "no such run of pages")?;
+            let c = from.below(self.heads[h].runs.most(), "no such run of pages")?;
             sure(c >= least, "runs out of order")?;
             least = c + 1;
             let codecs = self.codecs.clone();
             let of = self.run_of(inner, shape, h, c, codecs[h].as_ref().filter(|_| c > 0));
             // A rollback reaches a token of each evicted page in the list.
             let gone = 1 + self.filed - reach.kept.min(self.filed);
-            self.heads[h].chains[c].load(from, input, &of, gone)?;
+            self.heads[h].runs[c].load(from, input, &of, gone)?;
         }
-        let held = self.heads[h].chains.iter().map(|(_, chain)| chain.live()).sum::<u32>();
+        let held = self.heads[h].runs.iter().map(|(_, run)| run.live()).sum::<u32>();
         if input.until.is_some() && held + input.behind != self.filed {
             return Err(SaveError::evicted());
         }
@@ -118,13 +118,13 @@ impl Layer {
         (inner, shape): (&CacheShape, &LayerShape),
         reach: Reach,
     ) -> Result<(), Error> {
-        let mut taken = vec![0; self.heads[h].chains.most()];
+        let mut taken = vec![0; self.heads[h].runs.most()];
         for position in inner.store.ring.left(reach.len - reach.limit)..self.filed {
-            if let Some(c) = self.chain_of(inner, shape, position) {
+            if let Some(c) = self.run_at(inner, shape, position) {
                 taken[c] += 1;
             }
         }
-        let enough = taken.iter().enumerate().all(|(c, n)| *n <= self.heads[h].chains[c].filed);
+        let enough = taken.iter().enumerate().all(|(c, n)| *n <= self.heads[h].runs[c].filed);
         sure(enough, "a run without tokens that were filed in it")
     }
 
@@ -135,19 +135,17 @@ impl Layer {
     pub fn list_twice(&mut self) -> Result<(), Error> {
         let heads = self.heads.iter().enumerate();
         let entries = heads.flat_map(|(h, head)| {
-            head.chains
-                .iter()
-                .flat_map(move |(c, chain)| chain.entries.iter().map(move |entry| (h, c, entry)))
+            head.runs.iter().flat_map(move |(c, run)| run.entries.iter().map(move |entry| (h, c, entry)))
         });
-        for (head, chain, Entry { held, ordinal, .. }) in entries {
+        for (head, run, Entry { held, ordinal, .. }) in entries {
             let (Held::Closed(closed), Some(codec)) = (held, &self.codecs[head]) else { continue };
             let (by, ordinal) = (closed.by, *ordinal);
             if closed.original.is_some() {
-                self.originals.push_back(Original { head, chain, ordinal, by });
+                self.originals.push_back(Original { head, run, ordinal, by });
             }
             if closed.next.is_some() {
                 let by = codec.ages_at(by).ok_or_else(|| content("a page packed twice by one codec"))?;
-                self.aging.push_back(Original { head, chain, ordinal, by });
+                self.aging.push_back(Original { head, run, ordinal, by });
             }
         }
         self.originals.make_contiguous().sort_by_key(|page| page.by);

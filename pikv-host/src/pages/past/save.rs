@@ -6,10 +6,10 @@ use crate::base::fields::{Fields, content, put_long, sure};
 use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::Near;
-use crate::pages::chain::save::{Lanes, RunOf, load_bounds, save_bounds};
 use crate::pages::entry::{Entry, Held};
 use crate::pages::filing::Layer;
 use crate::pages::homes::Homes;
+use crate::pages::run::save::{Lanes, RunOf, load_bounds, save_bounds};
 use crate::pages::saved::{In, Out, within};
 use crate::policy::state::Apart;
 use pikv_core::page::{Layout, PAGE};
@@ -28,22 +28,22 @@ const HOMES: u32 = 1 << 2;
 
 impl Killed {
     fn save(&self, to: &mut Vec<u32>) {
-        to.extend([self.by, self.head as u32, self.chain as u32, self.ordinal, self.lanes]);
+        to.extend([self.by, self.head as u32, self.run as u32, self.ordinal, self.lanes]);
         put_long(to, self.after);
     }
 
     fn load(from: &mut Fields<'_>, layer: &Layer) -> Result<Killed, Error> {
         let by = from.word()?;
-        let (head, chain) = run(from, layer)?;
+        let (head, run) = load_run(from, layer)?;
         let [ordinal, lanes] = [from.word()?, from.word()?];
-        Ok(Killed { by, head, chain, ordinal, lanes, after: from.long()? })
+        Ok(Killed { by, head, run, ordinal, lanes, after: from.long()? })
     }
 }
 
-/// Reads a valid head and chain.
-fn run(from: &mut Fields<'_>, layer: &Layer) -> Result<(usize, usize), Error> {
+/// Reads the indices of a head and of a run of it.
+fn load_run(from: &mut Fields<'_>, layer: &Layer) -> Result<(usize, usize), Error> {
     let head = from.below(layer.heads.len(), "no such KV head")?;
-    Ok((head, from.below(layer.heads[head].chains.most(), "no such run of pages")?))
+    Ok((head, from.below(layer.heads[head].runs.most(), "no such run of pages")?))
 }
 
 impl Layer {
@@ -54,9 +54,9 @@ impl Layer {
         to.fields.push(past.killed.len() as u32);
         past.killed.iter().for_each(|killed| killed.save(&mut to.fields));
         to.fields.push(past.noted.len() as u32);
-        for Noted { id, at, head, chain, dead, what } in &past.noted {
+        for Noted { id, at, head, run, dead, what } in &past.noted {
             put_long(&mut to.fields, *id);
-            to.fields.extend([*at, *head as u32, *chain as u32, *dead]);
+            to.fields.extend([*at, *head as u32, *run as u32, *dead]);
             match what {
                 What::Final(killed) => {
                     to.fields.push(FINAL);
@@ -78,7 +78,7 @@ impl Layer {
             }
         }
         to.fields.push(self.owed.len() as u32);
-        self.owed.iter().for_each(|(head, chain)| to.fields.extend([*head as u32, *chain as u32]));
+        self.owed.iter().for_each(|(head, run)| to.fields.extend([*head as u32, *run as u32]));
     }
 
     /// Reads the data of [`Layer::save_past`], after the heads.
@@ -106,31 +106,31 @@ impl Layer {
             let (id, at) = (from.long()?, from.word()?);
             sure((least..next).contains(&id), "changes out of order")?;
             least = id + 1;
-            let (head, chain) = run(from, self)?;
+            let (head, run) = load_run(from, self)?;
             let dead = from.below(1 << 28, "more evicted tokens than there can be")? as u32;
-            let codec = codecs[head].as_ref().filter(|_| chain > 0);
-            let of = self.run_of(inner, shape, head, chain, codec);
+            let codec = codecs[head].as_ref().filter(|_| run > 0);
+            let of = self.run_of(inner, shape, head, run, codec);
             let what = match from.word()? {
                 FINAL => What::Final(Killed::load(from, self)?),
                 FREED => What::Freed(Box::new(held(from, input, &of)?)),
                 SLID => {
                     let entry = Box::new(held(from, input, &of)?);
-                    let kept = &(&mut self.heads[head].chains)[chain].kept;
+                    let kept = &(&mut self.heads[head].runs)[run].kept;
                     What::Slid(entry, Apart::load(from, kept)?)
                 }
                 COMPACTED => {
-                    sure(codec.is_none() && chain > 0, "packed pages that were put together")?;
+                    sure(codec.is_none() && run > 0, "packed pages that were put together")?;
                     What::Compacted(Compacted::load(from, input, &of)?)
                 }
                 _ => return Err(content("a change that is not known")),
             };
-            self.past.noted.push_back(Noted { id, at, head, chain, dead, what });
+            self.past.noted.push_back(Noted { id, at, head, run, dead, what });
         }
-        let runs = self.past.noted.iter().map(|noted| (noted.head, noted.chain));
+        let runs = self.past.noted.iter().map(|noted| (noted.head, noted.run));
         let runs: BTreeSet<(usize, usize)> = runs.collect();
-        runs.into_iter().for_each(|(head, chain)| self.tie(head, chain));
+        runs.into_iter().for_each(|(head, run)| self.tie(head, run));
         for _ in 0..from.count(2)? {
-            let owed = run(from, self)?;
+            let owed = load_run(from, self)?;
             sure(!self.owed.contains(&owed), "a run that is named twice")?;
             self.owed.push(owed);
         }
@@ -143,11 +143,11 @@ impl Layer {
         inner: &'a CacheShape,
         shape: &'a LayerShape,
         head: usize,
-        chain: usize,
+        run: usize,
         codec: Option<&'a HeadCodec>,
     ) -> RunOf<'a> {
         let (head, filed) = (self.first_head + head as u32, self.filed);
-        RunOf { shape: inner, layout: &shape.layout, codec, head, chain, filed }
+        RunOf { shape: inner, layout: &shape.layout, codec, head, run, filed }
     }
 }
 

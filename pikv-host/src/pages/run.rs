@@ -4,7 +4,7 @@ pub mod save;
 
 use crate::base::chunks::Chunks;
 use crate::base::error::Error;
-use crate::base::ids::{Place, chain_place};
+use crate::base::ids::{Place, run_place};
 use crate::codec::HeadCodec;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::pages::entry::{Away, Closed, Entry, Held};
@@ -17,14 +17,14 @@ use pikv_lanes::Lanes;
 
 /// Pages of a run of experts (or of the sinks) of one head, oldest first.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Chain {
+pub(crate) struct Run {
     /// Ordinal of the next page.
     pub next: u32,
     /// Ordinal of the first entry that the head's second codec has not packed yet.
     pub aged: u32,
     /// Pages with tokens, and evicted pages that a rollback can reach, by ascending ordinal. New tokens are filed in the last page or after
     /// it; earlier pages are full, packed or evicted. Forks share the list in chunks: a page in a shared chunk has one handle but several
-    /// sequences, so code that writes a page must check [`Chain::shares`].
+    /// sequences, so code that writes a page must check [`Run::shares`].
     pub entries: Chunks<Entry>,
     /// The policy's state of each entry's tokens.
     pub kept: TokenStates,
@@ -42,17 +42,17 @@ pub(crate) struct Chain {
     pub mirrors: Mirrors,
 }
 
-impl Chain {
+impl Run {
     /// A run without pages; `kept` has no page either.
-    pub fn new(kept: TokenStates) -> Chain {
-        Chain { kept, ..Chain::default() }
+    pub fn new(kept: TokenStates) -> Run {
+        Run { kept, ..Run::default() }
     }
 
     /// A run of `entries` with tokens that no policy has seen, of which none was evicted.
-    pub fn of_entries(entries: Chunks<Entry>) -> Chain {
+    pub fn of_entries(entries: Chunks<Entry>) -> Run {
         let next = entries.back().map_or(0, |entry| entry.ordinal + 1);
         let filed = entries.iter().map(|entry| entry.fill).sum();
-        Chain { next, entries, live: filed, filed, ..Chain::default() }
+        Run { next, entries, live: filed, filed, ..Run::default() }
     }
 
     /// Tokens that are read.
@@ -218,7 +218,7 @@ impl Chain {
         self.entries.is_shared(i)
     }
 
-    /// [`Chain::shares`] of the page at `ordinal`.
+    /// [`Run::shares`] of the page at `ordinal`.
     pub fn shares_at(&self, ordinal: u32) -> bool {
         self.index(ordinal).is_some_and(|i| self.shares(i))
     }
@@ -249,7 +249,7 @@ impl Chain {
     /// and `c` the index of the run.
     pub fn wrote(&mut self, c: usize, home: Option<u16>) {
         if let Some(entry) = self.entries.back_mut() {
-            if let (Place::Run(run), Some(home)) = (chain_place(c), home) {
+            if let (Place::Run(run), Some(home)) = (run_place(c), home) {
                 entry.homes.set(run, entry.fill, home);
             }
             entry.live |= 1 << entry.fill;
@@ -288,13 +288,13 @@ impl Chain {
         self.mirrors.cut(last, held.map_or(0, |entry| entry.fill.min(PAGE - 1)));
     }
 
-    /// [`Chain::pop`]; returns the bytes of pages that it freed.
+    /// [`Run::pop`]; returns the bytes of pages that it freed.
     pub fn take_back(&mut self, position: u32) -> u64 {
         // It changes the last two pages at most. Their chunks are copied first, so that shared pages have a handle for each sequence.
         let from = self.entries.len().saturating_sub(2);
         (from..self.entries.len()).for_each(|i| self.entries.own(i));
         let first = self.entries.get(from).map(|entry| entry.ordinal);
-        let held = |run: &Chain| first.map_or(0, |first| run.from(first).map(Entry::own_bytes).sum::<u64>());
+        let held = |run: &Run| first.map_or(0, |first| run.from(first).map(Entry::own_bytes).sum::<u64>());
         let before = held(self);
         self.pop(position);
         before - held(self)
@@ -313,7 +313,7 @@ impl Chain {
         self.kept.free(i);
     }
 
-    /// Frees the page at `ordinal` and sweeps with `kept`, as in [`Chain::sweep`]; `false` if there is no such page.
+    /// Frees the page at `ordinal` and sweeps with `kept`, as in [`Run::sweep`]; `false` if there is no such page.
     pub fn evict(&mut self, ordinal: u32, kept: u32) -> bool {
         let Some(i) = self.index(ordinal).filter(|i| !self.entries[*i].is_gone()) else {
             return false;
@@ -331,7 +331,7 @@ impl Chain {
         self.sweep(0);
     }
 
-    /// Evicts the lanes in `lanes` of a page; its bytes are kept until [`Chain::settle`].
+    /// Evicts the lanes in `lanes` of a page; its bytes are kept until [`Run::settle`].
     pub fn kill(&mut self, ordinal: u32, lanes: u32) {
         if let Some(entry) = self.entry_mut(ordinal) {
             let killed = entry.live & lanes;
@@ -341,7 +341,7 @@ impl Chain {
         }
     }
 
-    /// Undoes [`Chain::kill`].
+    /// Undoes [`Run::kill`].
     pub fn revive(&mut self, ordinal: u32, lanes: u32) {
         if let Some(entry) = self.entry_mut(ordinal) {
             let back = entry.pending & lanes;
@@ -351,7 +351,7 @@ impl Chain {
         }
     }
 
-    /// Makes [`Chain::kill`] final; frees the page, and returns it, if no lane is live or pending.
+    /// Makes [`Run::kill`] final; frees the page, and returns it, if no lane is live or pending.
     pub fn settle(&mut self, ordinal: u32, lanes: u32) -> Option<Entry> {
         let i = self.index(ordinal)?;
         let entry = &mut self.entries[i];
@@ -451,7 +451,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Undoes [`Chain::age`] for pages that are not due at `filed` filed tokens.
+    /// Undoes [`Run::age`] for pages that are not due at `filed` filed tokens.
     pub fn rejuvenate(&mut self, codec: &HeadCodec, filed: u32) {
         // Ordinals of pages that a rollback removed are used again.
         self.aged = self.aged.min(self.next);
@@ -469,7 +469,7 @@ impl Chain {
         }
     }
 
-    /// Number of pages that [`Chain::age`] will pack again up to `filed` filed tokens. `O(such pages)`.
+    /// Number of pages that [`Run::age`] will pack again up to `filed` filed tokens. `O(such pages)`.
     pub fn due(&self, codec: &HeadCodec, filed: u32) -> u64 {
         let closed = self.from(self.aged).take_while(|entry| match &entry.held {
             Held::Closed(closed) => codec.ages_at(closed.by).is_some_and(|by| by < filed),

@@ -1,9 +1,9 @@
 //! Saves and restores a run of pages.
 
-use super::Chain;
+use super::Run;
 use crate::base::error::{Error, SaveError};
 use crate::base::fields::{Fields, content, put_floats, sure};
-use crate::base::ids::chain_place;
+use crate::base::ids::run_place;
 use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::{Near, Page};
@@ -43,14 +43,14 @@ pub(crate) struct RunOf<'a> {
     pub codec: Option<&'a HeadCodec>,
     /// Index of the KV head over all layers.
     pub head: u32,
-    pub chain: usize,
+    pub run: usize,
     /// Tokens that left the ring: all positions are below.
     pub filed: u32,
 }
 
 impl RunOf<'_> {
     fn shard(&self, ordinal: u32) -> u32 {
-        self.shape.shard_of(chain_place(self.chain), ordinal, self.head)
+        self.shape.shard_of(run_place(self.run), ordinal, self.head)
     }
 
     /// Reads the home experts of a page.
@@ -58,7 +58,7 @@ impl RunOf<'_> {
     /// # Errors
     /// [`content`] in the run of the sinks, and for an expert that is not there.
     pub fn load_homes(&self, from: &mut Fields<'_>) -> Result<Homes, Error> {
-        sure(self.chain > 0, "experts of the sinks")?;
+        sure(self.run > 0, "experts of the sinks")?;
         Homes::load(from, self.shape.config.experts)
     }
 
@@ -229,7 +229,7 @@ pub(crate) fn load_bounds(from: &mut Fields<'_>, layout: &Layout) -> Result<Box<
 }
 
 impl Entry {
-    /// Adds the entry; `tied` says whether it must stay in the first tier.
+    /// Adds the entry; `tied`: whether it must stay in the first tier.
     pub fn save<'a>(&'a self, layout: &'a Layout, tied: bool, to: &mut Out<'a>) {
         let flag = |on: bool, flag| if on { flag } else { 0 };
         let flags =
@@ -270,7 +270,7 @@ impl Entry {
     }
 }
 
-impl Chain {
+impl Run {
     /// Whether no token was ever filed in the run, so that it is not saved.
     pub fn is_fresh(&self) -> bool {
         self.next == 0 && self.filed == 0 && self.entries.is_empty()
@@ -285,7 +285,7 @@ impl Chain {
         self.kept.save(&mut to.fields, |i| is_left(&self.entries[i]));
     }
 
-    /// Reads the data of [`Chain::save`] into a run without pages; `gone` is the largest number of evicted pages in the
+    /// Reads the data of [`Run::save`] into a run without pages; `gone` is the largest number of evicted pages in the
     /// data.
     ///
     /// # Errors

@@ -1,10 +1,10 @@
 //! C_Py: token budgets that fall from layer to layer, PyramidKV (arXiv 2406.02069).
 
-use super::SelectError;
-use super::c_ch::{check, falling};
+use super::scores::{falling, finite};
+use crate::codec::SelectError;
 
-/// Token budgets of layers: an arithmetic series from a large budget in the first layer, where attention is spread, to a small one in
-/// the last.
+/// Token budgets of layers, for [`Budget::Layers`](super::Budget::Layers): an arithmetic series from a large budget in the first layer,
+/// where attention is spread, to a small one in the last.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PyramidKv {
@@ -72,7 +72,7 @@ impl PyramidKv {
     ///
     /// ```
     /// # use pikv_host as pikv;
-    /// use pikv::codec::PyramidKv;
+    /// use pikv::policy::PyramidKv;
     /// let budgets = PyramidKv::new(108).budgets(4)?;
     /// assert_eq!(budgets, [203, 140, 76, 13]);
     /// # Ok::<(), pikv::codec::SelectError>(())
@@ -90,7 +90,7 @@ impl PyramidKv {
     ///
     /// ```
     /// # use pikv_host as pikv;
-    /// use pikv::codec::PyramidKv;
+    /// use pikv::policy::PyramidKv;
     /// let budgets = PyramidKv::new(108).budgets_of(4, 150)?;
     /// assert_eq!(budgets, [150, 122, 94, 66]);
     /// # Ok::<(), pikv::codec::SelectError>(())
@@ -125,7 +125,7 @@ impl PyramidKv {
         let Some(budget) = budgets.get(layer as usize) else {
             return Err(SelectError::Layer { layer, layers });
         };
-        check(scores)?;
+        finite(scores)?;
         let old = scores.len().saturating_sub(self.window as usize);
         let mut keep = vec![true; scores.len()];
         keep[..old].fill(false);
