@@ -1,7 +1,8 @@
 //! Sequences parked in a lower tier.
 
+use pikv::codec::{Code, Codec, Coding};
 use pikv::prefix::{PrefixIndex, PrefixScope};
-use pikv::save::SaveError;
+use pikv::save::{Parked, SaveError};
 use pikv::tiers::Tiers;
 use pikv::{Cache, CacheConfig, Dtype, Error, LayerShape, Sequence};
 use pikv_test::numbers::noise;
@@ -9,10 +10,14 @@ use pikv_test::numbers::noise;
 /// Bytes of a page.
 const PAGE: u64 = 4 * (32 + 2 * 8 * 32);
 
-fn cache(pages: u64, host: u64, file: u64) -> Cache {
+fn config(pages: u64) -> CacheConfig {
     let layer = LayerShape::new(1, 1, 8, Dtype::F32);
+    CacheConfig::new(vec![layer], pages * PAGE).ring(32).rollback(4)
+}
+
+fn cache(pages: u64, host: u64, file: u64) -> Cache {
     let tiers = Tiers::new().host(host * PAGE).file(std::env::temp_dir(), file * PAGE);
-    Cache::new(CacheConfig::new(vec![layer], pages * PAGE).ring(32).rollback(4).tiers(tiers)).unwrap()
+    Cache::new(config(pages).tiers(tiers)).unwrap()
 }
 
 fn sequence(cache: &Cache, tokens: u32) -> Sequence {
@@ -77,6 +82,84 @@ fn where_there_is_no_room_all_stays_as_it_was() {
     assert_eq!(small.usage(), before);
     drop(other);
     assert!(bytes(&parked.wake().unwrap()) == whole);
+}
+
+/// Adds tokens to a sequence.
+fn add(cache: &Cache, sequence: &mut Sequence, tokens: u32, seed: u64) {
+    let mut step = cache.begin([(sequence, tokens)]).unwrap();
+    let n = tokens as usize * 8;
+    step.append(0, &noise(seed, n), &noise(seed + 1, n)).unwrap();
+    step.commit().unwrap();
+}
+
+/// Forks of a prompt of 8,192 tokens, each with tokens of its own.
+fn forks(cache: &Cache) -> Vec<Sequence> {
+    let prompt = sequence(cache, 8192);
+    let fork = |i: u32| {
+        let mut fork = prompt.fork();
+        add(cache, &mut fork, 70 + i, 10 + u64::from(i));
+        fork
+    };
+    (0..8).map(fork).collect()
+}
+
+/// The pages of a prompt lie once in the lower tier, whichever of its forks wake or are dropped there.
+#[test]
+fn forks_that_are_parked_together_share_their_pages_there() {
+    for code in [None, Some(Code::Int8)] {
+        let config = config(4000).tiers(Tiers::new().host(4000 * PAGE));
+        let codec = code.map(|code| Codec::new(Coding::new(code), Coding::new(code)));
+        let cache = Cache::new(codec.into_iter().fold(config, CacheConfig::compress)).unwrap();
+        let mut forks = forks(&cache);
+        let whole: Vec<Vec<u8>> = forks.iter().map(bytes).collect();
+        let (held, of_each) = (cache.usage().taken, forks.iter().map(Sequence::bytes).sum::<u64>());
+        let mut parked = cache.park(&mut forks, 1).unwrap();
+        let lower = || cache.usage().tiers[0].bytes;
+        assert_eq!((cache.usage().taken, lower()), (0, held));
+        assert_eq!(parked.iter().map(Parked::bytes).sum::<u64>(), of_each);
+        assert!(of_each > 6 * held, "{of_each} bytes of forks that share {held}");
+        assert!(forks.iter().all(|fork| fork.next_position().0 == 0));
+
+        let mut first = parked[0].wake().unwrap();
+        assert!(bytes(&first) == whole[0]);
+        add(&cache, &mut first, 100, 99);
+        drop((parked.remove(0), first));
+        for (parked, whole) in parked.into_iter().zip(&whole[1..]) {
+            let mut saved = Vec::new();
+            parked.save(b"", &mut saved).unwrap();
+            assert!(saved == *whole && bytes(&parked.wake().unwrap()) == *whole);
+        }
+        assert_eq!((cache.usage().taken, lower()), (0, 0));
+    }
+}
+
+/// A page that a sequence reads in part, because it was cut there, is a page of its own in the lower tier.
+#[test]
+fn what_was_cut_off_stays_with_the_others() {
+    let cache = cache(40, 100, 0);
+    let whole = sequence(&cache, 300);
+    let mut all = [whole.fork_at(230).unwrap(), whole.fork_at(250).unwrap(), whole];
+    let saved = all.each_ref().map(bytes);
+    let parked = cache.park(&mut all, 1).unwrap();
+    for (parked, saved) in parked.iter().zip(&saved) {
+        assert!(bytes(&parked.wake().unwrap()) == *saved);
+    }
+}
+
+#[test]
+fn where_not_all_have_room_none_is_parked() {
+    let (tight, other) = (cache(4000, 200, 60), cache(40, 3, 100));
+    let mut forks = forks(&tight);
+    let whole: Vec<Vec<u8>> = forks.iter().map(bytes).collect();
+    let before = tight.usage();
+    assert!(matches!(tight.park(&mut forks, 1), Err(Error::TierFull { needed: PAGE, .. })));
+    let mut foreign = other.sequence();
+    let [first, ..] = &mut forks[..] else { unreachable!() };
+    assert_eq!(tight.park([first, &mut foreign], 1).err(), Some(Error::ForeignSequence { index: 1 }));
+    assert_eq!(tight.park(&mut forks, 3).err(), Some(Error::NoTiers));
+    assert_eq!(tight.usage(), before);
+    assert!(forks.iter().map(bytes).eq(whole));
+    assert!(tight.park([], 1).unwrap().is_empty());
 }
 
 /// Prefixes that nobody reads are freed for a sequence that wakes or is restored, as for a step.

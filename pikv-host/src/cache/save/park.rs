@@ -4,12 +4,14 @@ use super::header;
 use super::restore::Tensors;
 use crate::base::error::{Error, SaveError};
 use crate::base::fields::{Fields, content};
+use crate::cache::Cache;
 use crate::cache::inner::Inner;
 use crate::cache::sequence::Sequence;
 use crate::pages::saved::{In, Out, Source, Words};
 use crate::tiers::{Level, Stored};
 use pikv_core::page::Position;
 use pikv_core::warp::LANES;
+use std::collections::HashMap;
 use std::io::Write;
 use std::sync::Arc;
 
@@ -39,13 +41,23 @@ impl ParkedPart {
     }
 }
 
-/// Writes a page to the first of `levels` that has room; a page in a lower tier stays there.
+/// Copies of full pages of the first tier, by [`Page::key`](crate::memory::arena::Page::key), while the sequences that are parked hold these
+/// pages: so nobody writes to them.
+type Copies = HashMap<usize, Arc<Stored>>;
+
+/// Writes a page to the first of `levels` that has room, unless `copies` has it; a page in a lower tier stays there.
 ///
 /// # Errors
 /// [`Error::TierFull`] of the last level if all are full; [`Error::Tier`], [`Error::Device`].
-fn lower(page: &Words<'_>, levels: &[Arc<Level>]) -> Result<Arc<Stored>, Error> {
-    if let Words::Away(slot) = page {
-        return Ok((*slot).clone());
+fn lower(page: &Words<'_>, levels: &[Arc<Level>], copies: &mut Copies) -> Result<Arc<Stored>, Error> {
+    let key = match page {
+        Words::Away(slot) => return Ok((*slot).clone()),
+        Words::Page(page) => Some(page.key()),
+        // Its other lanes may have tokens of another sequence.
+        Words::Part(..) => None,
+    };
+    if let Some(slot) = key.and_then(|key| copies.get(&key)) {
+        return Ok(slot.clone());
     }
     let mut slot = Err(Error::NoTiers);
     page.give(|words| {
@@ -57,14 +69,86 @@ fn lower(page: &Words<'_>, levels: &[Arc<Level>]) -> Result<Arc<Stored>, Error> 
         }
         Ok(())
     })?;
-    slot.map(Arc::new)
+    let slot = Arc::new(slot?);
+    copies.extend(key.map(|key| (key, slot.clone())));
+    Ok(slot)
+}
+
+/// Parks sequences of one cache that are not poisoned, all or none.
+///
+/// # Errors
+/// As [`Sequence::park`].
+fn park(inner: &Arc<Inner>, sequences: &mut [&mut Sequence], tier: usize) -> Result<Vec<Parked>, Error> {
+    if inner.fabric.is_some() {
+        return Err(SaveError::Fabric.into());
+    }
+    sequences.iter_mut().for_each(|sequence| sequence.repair());
+    let levels = inner.pool.tiers.as_ref().and_then(|tiers| tiers.levels.get(tier.checked_sub(1)?..));
+    let levels = levels.filter(|levels| !levels.is_empty()).ok_or(Error::NoTiers)?;
+    let mut copies = Copies::new();
+    let mut parked = |sequence: &&mut Sequence| {
+        let parts = sequence.parts(header::version(&inner.shape, sequence.budget, false));
+        let near = parts.iter().flat_map(|part| &part.pages).filter(|page| !matches!(page, Words::Away(_)));
+        let here = near.map(|page| 4 * page.len()).sum();
+        let part = |part: Out<'_>| {
+            let pages = part.pages.iter().map(|page| lower(page, levels, &mut copies));
+            Ok(ParkedPart { pages: pages.collect::<Result<_, Error>>()?, fields: part.fields })
+        };
+        let parts = parts.into_iter().map(part).collect::<Result<_, Error>>()?;
+        Ok(Parked { inner: inner.clone(), parts, len: sequence.len, here, budget: sequence.budget })
+    };
+    let parked = sequences.iter().map(&mut parked).collect::<Result<_, Error>>()?;
+    sequences.iter_mut().for_each(|sequence| sequence.clear());
+    Ok(parked)
+}
+
+impl Cache {
+    /// Parks several sequences as [`Sequence::park`], all or none; returns them in order. A full page that several of them share, such as
+    /// those of a prompt of which they are forks, is written once, and they share it in the lower tier, where `park` of each would write it
+    /// for each. [`Parked::wake`] makes pages of its own for each. O(bytes).
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::tiers::Tiers;
+    /// use pikv::{Cache, CacheConfig, Dtype, LayerShape};
+    ///
+    /// let config = CacheConfig::new(vec![LayerShape::new(1, 2, 4, Dtype::F32)], 1 << 20);
+    /// let cache = Cache::new(config.tiers(Tiers::new().host(1 << 20)))?;
+    /// let mut prompt = cache.sequence();
+    /// let mut step = cache.begin([(&mut prompt, 320)])?;
+    /// step.append(0, &[0.5; 320 * 4], &[0.25; 320 * 4])?;
+    /// step.commit()?;
+    ///
+    /// let mut fork = prompt.fork();
+    /// let parked = cache.park([&mut prompt, &mut fork], 1)?;
+    /// assert_eq!(cache.usage().taken, 0);
+    /// assert_eq!(cache.usage().tiers[0].bytes, parked[0].bytes());
+    /// assert_eq!(parked[1].wake()?.next_position().0, 320);
+    /// # Ok::<(), pikv::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ForeignSequence`], and the errors of [`Sequence::park`]. All sequences are unchanged then.
+    pub fn park<'s>(
+        &self,
+        sequences: impl IntoIterator<Item = &'s mut Sequence>,
+        tier: usize,
+    ) -> Result<Vec<Parked>, Error> {
+        let mut sequences: Vec<&'s mut Sequence> = sequences.into_iter().collect();
+        if let Some(index) = sequences.iter().position(|sequence| !Arc::ptr_eq(&sequence.inner, &self.inner))
+        {
+            return Err(Error::ForeignSequence { index });
+        }
+        sequences.iter().try_for_each(|sequence| sequence.sound())?;
+        park(&self.inner, &mut sequences, tier)
+    }
 }
 
 impl Sequence {
     /// Moves the whole sequence to tier `tier` (1 is the first lower tier) or, if that is full, to the next one below. Unlike
     /// [`Sequence::demote`], this includes the ring, open pages and pages for rollbacks. This sequence is empty afterwards; the returned
     /// [parked](crate::save::Parked) sequence can be kept, saved, or woken. Its bytes in the first tier are freed, except for pages that a
-    /// fork reads. The policies' state of tokens stays in host memory; [checkpoints](Sequence::checkpoint) are dropped. O(bytes).
+    /// fork reads. Forks that are parked together by [`Cache::park`] share what they shared before. The policies' state of tokens stays in host memory; [checkpoints](Sequence::checkpoint) are dropped. O(bytes).
     ///
     /// ```
     /// # use pikv_host as pikv;
@@ -90,23 +174,8 @@ impl Sequence {
     /// [`SaveError::Fabric`]; [`Error::Device`]. The sequence is unchanged then.
     pub fn park(&mut self, tier: usize) -> Result<Parked, Error> {
         self.sound()?;
-        if self.inner.fabric.is_some() {
-            return Err(SaveError::Fabric.into());
-        }
-        self.repair();
-        let inner = self.inner.clone();
-        let levels = inner.pool.tiers.as_ref().and_then(|tiers| tiers.levels.get(tier.checked_sub(1)?..));
-        let levels = levels.filter(|levels| !levels.is_empty()).ok_or(Error::NoTiers)?;
-        let part = |part: Out<'_>| {
-            let pages = part.pages.iter().map(|page| lower(page, levels)).collect::<Result<_, Error>>()?;
-            Ok(ParkedPart { fields: part.fields, pages })
-        };
-        let parts = self.parts(header::version(&inner.shape, self.budget, false));
-        let near = parts.iter().flat_map(|part| &part.pages).filter(|page| !matches!(page, Words::Away(_)));
-        let here = near.map(|page| 4 * page.len()).sum();
-        let parts = parts.into_iter().map(part).collect::<Result<_, Error>>()?;
-        let parked = Parked { inner, parts, len: self.len, here, budget: self.budget };
-        self.clear();
+        let mut parked = park(&self.inner.clone(), &mut [self], tier)?;
+        let Some(parked) = parked.pop() else { unreachable!("one for each sequence") };
         Ok(parked)
     }
 }
@@ -117,7 +186,7 @@ impl Parked {
         Position(self.len)
     }
 
-    /// Bytes of its pages, all of them in lower tiers.
+    /// Bytes of its pages, all of them in lower tiers, including those that it shares there.
     pub fn bytes(&self) -> u64 {
         self.parts.iter().flat_map(|part| &part.pages).map(|page| page.bytes()).sum()
     }
