@@ -148,7 +148,8 @@ impl Sequence {
     /// Moves the whole sequence to tier `tier` (1 is the first lower tier) or, if that is full, to the next one below. Unlike
     /// [`Sequence::demote`], this includes the ring, open pages and pages for rollbacks. This sequence is empty afterwards; the returned
     /// [parked](crate::save::Parked) sequence can be kept, saved, or woken. Its bytes in the first tier are freed, except for pages that a
-    /// fork reads. Forks that are parked together by [`Cache::park`] share what they shared before. The policies' state of tokens stays in host memory; [checkpoints](Sequence::checkpoint) are dropped. O(bytes).
+    /// fork reads. Forks that [`Cache::park`] parks together share in the tier what they shared before. The policies' state of tokens stays
+    /// in host memory; [checkpoints](Sequence::checkpoint) are dropped. O(bytes).
     ///
     /// ```
     /// # use pikv_host as pikv;
