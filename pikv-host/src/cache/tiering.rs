@@ -78,15 +78,26 @@ impl Cache {
         &self,
         sequences: impl IntoIterator<Item = &'s mut Sequence>,
     ) -> Result<Vec<Owner<'s>>, Error> {
-        let owner = |(index, sequence): (usize, &'s mut Sequence)| {
+        Ok(self.sound(sequences)?.into_iter().map(Owner::first).collect())
+    }
+
+    /// Sequences of one call, repaired after leaked steps.
+    ///
+    /// # Errors
+    /// [`Error::ForeignSequence`]; [`Error::Poisoned`].
+    pub(super) fn sound<'s>(
+        &self,
+        sequences: impl IntoIterator<Item = &'s mut Sequence>,
+    ) -> Result<Vec<&'s mut Sequence>, Error> {
+        let sound = |(index, sequence): (usize, &'s mut Sequence)| {
             if !Arc::ptr_eq(&sequence.inner, &self.inner) {
                 return Err(Error::ForeignSequence { index });
             }
             sequence.sound()?;
             sequence.repair();
-            Ok(Owner::first(sequence))
+            Ok(sequence)
         };
-        sequences.into_iter().enumerate().map(owner).collect()
+        sequences.into_iter().enumerate().map(sound).collect()
     }
 }
 
@@ -116,7 +127,7 @@ impl Sequence {
         self.cache().promote([self], bytes)
     }
 
-    fn cache(&self) -> Cache {
+    pub(super) fn cache(&self) -> Cache {
         Cache { inner: self.inner.clone() }
     }
 

@@ -74,34 +74,6 @@ fn lower(page: &Words<'_>, levels: &[Arc<Level>], copies: &mut Copies) -> Result
     Ok(slot)
 }
 
-/// Parks sequences of one cache that are not poisoned, all or none.
-///
-/// # Errors
-/// As [`Sequence::park`].
-fn park(inner: &Arc<Inner>, sequences: &mut [&mut Sequence], tier: usize) -> Result<Vec<Parked>, Error> {
-    if inner.fabric.is_some() {
-        return Err(SaveError::Fabric.into());
-    }
-    sequences.iter_mut().for_each(|sequence| sequence.repair());
-    let levels = inner.pool.tiers.as_ref().and_then(|tiers| tiers.levels.get(tier.checked_sub(1)?..));
-    let levels = levels.filter(|levels| !levels.is_empty()).ok_or(Error::NoTiers)?;
-    let mut copies = Copies::new();
-    let mut parked = |sequence: &&mut Sequence| {
-        let parts = sequence.parts(header::version(&inner.shape, sequence.budget, false));
-        let near = parts.iter().flat_map(|part| &part.pages).filter(|page| !matches!(page, Words::Away(_)));
-        let here = near.map(|page| 4 * page.len()).sum();
-        let part = |part: Out<'_>| {
-            let pages = part.pages.iter().map(|page| lower(page, levels, &mut copies));
-            Ok(ParkedPart { pages: pages.collect::<Result<_, Error>>()?, fields: part.fields })
-        };
-        let parts = parts.into_iter().map(part).collect::<Result<_, Error>>()?;
-        Ok(Parked { inner: inner.clone(), parts, len: sequence.len, here, budget: sequence.budget })
-    };
-    let parked = sequences.iter().map(&mut parked).collect::<Result<_, Error>>()?;
-    sequences.iter_mut().for_each(|sequence| sequence.clear());
-    Ok(parked)
-}
-
 impl Cache {
     /// Parks several sequences as [`Sequence::park`], all or none; returns them in order. A full page that several of them share, such as
     /// those of a prompt of which they are forks, is written once, and they share it in the lower tier, where `park` of each would write it
@@ -134,13 +106,28 @@ impl Cache {
         sequences: impl IntoIterator<Item = &'s mut Sequence>,
         tier: usize,
     ) -> Result<Vec<Parked>, Error> {
-        let mut sequences: Vec<&'s mut Sequence> = sequences.into_iter().collect();
-        if let Some(index) = sequences.iter().position(|sequence| !Arc::ptr_eq(&sequence.inner, &self.inner))
-        {
-            return Err(Error::ForeignSequence { index });
+        let (inner, mut sequences) = (&self.inner, self.sound(sequences)?);
+        if inner.fabric.is_some() {
+            return Err(SaveError::Fabric.into());
         }
-        sequences.iter().try_for_each(|sequence| sequence.sound())?;
-        park(&self.inner, &mut sequences, tier)
+        let levels = inner.pool.tiers.as_ref().and_then(|tiers| tiers.levels.get(tier.checked_sub(1)?..));
+        let levels = levels.filter(|levels| !levels.is_empty()).ok_or(Error::NoTiers)?;
+        let mut copies = Copies::new();
+        let mut parked = |sequence: &&mut Sequence| {
+            let parts = sequence.parts(header::version(&inner.shape, sequence.budget, false));
+            let near =
+                parts.iter().flat_map(|part| &part.pages).filter(|page| !matches!(page, Words::Away(_)));
+            let here = near.map(|page| 4 * page.len()).sum();
+            let part = |part: Out<'_>| {
+                let pages = part.pages.iter().map(|page| lower(page, levels, &mut copies));
+                Ok(ParkedPart { pages: pages.collect::<Result<_, Error>>()?, fields: part.fields })
+            };
+            let parts = parts.into_iter().map(part).collect::<Result<_, Error>>()?;
+            Ok(Parked { inner: inner.clone(), parts, len: sequence.len, here, budget: sequence.budget })
+        };
+        let parked = sequences.iter().map(&mut parked).collect::<Result<_, Error>>()?;
+        sequences.iter_mut().for_each(|sequence| sequence.clear());
+        Ok(parked)
     }
 }
 
@@ -174,8 +161,7 @@ impl Sequence {
     /// [`Error::NoTiers`] without such a tier, [`Error::TierFull`] if no tier has room, [`Error::Tier`]; [`Error::Poisoned`],
     /// [`SaveError::Fabric`]; [`Error::Device`]. The sequence is unchanged then.
     pub fn park(&mut self, tier: usize) -> Result<Parked, Error> {
-        self.sound()?;
-        let mut parked = park(&self.inner.clone(), &mut [self], tier)?;
+        let mut parked = self.cache().park([self], tier)?;
         let Some(parked) = parked.pop() else { unreachable!("one for each sequence") };
         Ok(parked)
     }

@@ -28,7 +28,7 @@ impl Step<'_> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NotInStep`]; [`Error::NoBounds`] for [`ReadPages::Quest`] in a cache without [`bounds`](crate::CacheConfig::key_bounds).
+    /// [`Error::NotInStep`]; [`Error::NoBounds`] for [`ReadPages::Quest`] in a cache without [`key_bounds`](crate::CacheConfig::key_bounds).
     pub fn set_read(&mut self, sequence: usize, read: ReadPages) -> Result<(), Error> {
         if matches!(read, ReadPages::Quest { .. }) && !self.inner.shape.config.key_bounds {
             return Err(Error::NoBounds);
