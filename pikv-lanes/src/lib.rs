@@ -58,7 +58,7 @@ pub use self::{avx2::Avx2, avx512::Avx512};
 
 use pikv_core::{
     portable::Portable,
-    warp::{Kernel, LANES, Warp},
+    warp::{Kernel, Warp},
 };
 
 /// Lanes that this machine can run.
@@ -102,23 +102,23 @@ pub enum LanesError {
     },
 }
 
-/// Prefetches `words` if the CPU has an instruction for it.
+/// Prefetches the first 128 bytes at `value`, which may be smaller, if the CPU has an instruction for it.
 #[inline(always)]
-pub fn fetch(words: &[u32; LANES]) {
+pub fn fetch<T>(value: &T) {
+    let address = std::ptr::from_ref(value).cast::<u8>();
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        let p: *const i8 = words.as_ptr().cast();
-        // SAFETY: a prefetch needs SSE alone, is a hint on any address, and changes nothing; byte 64 is within the 128 of `words`.
+        // SAFETY: a prefetch needs SSE alone, is a hint on any address, and changes nothing; the addresses are not dereferenced.
         unsafe {
-            _mm_prefetch::<_MM_HINT_T0>(p);
-            _mm_prefetch::<_MM_HINT_T0>(p.add(64));
+            _mm_prefetch::<_MM_HINT_T0>(address.cast());
+            _mm_prefetch::<_MM_HINT_T0>(address.wrapping_add(64).cast());
         }
     }
     #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
-    neon::fetch(words);
+    neon::fetch(address);
     #[cfg(not(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little"))))]
-    let _ = words;
+    let _ = address;
 }
 
 impl Lanes {

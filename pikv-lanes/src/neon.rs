@@ -88,10 +88,10 @@ macro_rules! prefetch {
     };
 }
 
-/// Prefetches `words` into the first-level cache.
+/// Prefetches 128 bytes from `address` into the first-level cache.
 #[inline(always)]
-pub(crate) fn fetch(words: &[u32; LANES]) {
-    prefetch!("prfm pldl1keep", words.as_ptr().addr());
+pub(crate) fn fetch(address: *const u8) {
+    prefetch!("prfm pldl1keep", address.addr());
 }
 
 impl Warp for Neon {

@@ -185,5 +185,5 @@ fn entries<'a>(c: usize, run: &'a Run, selection: Option<&Selection>) -> impl It
         live: lanes(entry),
         entry,
     };
-    run.entries.iter().map(read).filter(|of| of.live != 0)
+    run.entries.walk().map(read).filter(|of| of.live != 0)
 }

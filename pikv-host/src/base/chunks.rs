@@ -1,5 +1,6 @@
 //! Copy-on-write lists and values.
 
+use pikv_lanes::fetch;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::ops::{Deref, DerefMut, Index, IndexMut, RangeBounds};
@@ -82,8 +83,8 @@ impl<T: Clone> Clone for Chunk<T> {
 pub(crate) type Rewritten<T> = HashMap<usize, (Arc<Chunk<T>>, Arc<Chunk<T>>)>;
 
 /// A copy-on-write list, shared by chunks of `N` items: a clone copies a pointer for each chunk, and a write to an item of a shared
-/// chunk copies that chunk first. A push moves at most one chunk of items, and one push in `N` allocates. Pushes and pops at either end
-/// are `O(N)`, inserts `O(items after them)`.
+/// chunk copies that chunk first. A push moves at most one chunk of items, and one push in `N` allocates. Pushes and pops at the end
+/// are `O(N)`; of pops at the front, which are too, one in `N` moves the pointers of all chunks; inserts are `O(items after them)`.
 #[derive(Debug)]
 pub(crate) struct Chunks<T, const N: usize = 16> {
     /// Chunks with items, all but the first and the last full, then empty chunks that no clone shares, kept for reuse.
@@ -144,6 +145,25 @@ impl<T, const N: usize> Chunks<T, N> {
     /// The items, in order.
     pub fn iter(&self) -> Iter<'_, T> {
         self.chunks[..self.used].iter().flat_map(items as fn(_) -> _)
+    }
+
+    /// The items, in order. Prefetches each item a chunk ahead, for long lists that are not in the CPU's caches.
+    pub fn walk(&self) -> impl Iterator<Item = &T> {
+        let chunks = &self.chunks[..self.used];
+        chunks.iter().enumerate().flat_map(move |(c, chunk)| {
+            chunks.get(c + 2).into_iter().for_each(|chunk| fetch(&**chunk));
+            let ahead = chunks.get(c + 1).map_or(&[][..], |chunk| &chunk.0);
+            chunk.0.iter().enumerate().map(move |(i, item)| {
+                ahead.get(i).into_iter().for_each(fetch);
+                item
+            })
+        })
+    }
+
+    /// Item `i` and those after it in its chunk; none past the end.
+    pub fn rest_of_chunk(&self, i: usize) -> &[T] {
+        let (chunk, at) = self.place(i);
+        self.chunks.get(chunk).and_then(|chunk| chunk.0.get(at..)).unwrap_or_default()
     }
 
     /// The chunks: address and number of lists that share it, and items.
@@ -253,47 +273,43 @@ impl<T: Clone, const N: usize> Chunks<T, N> {
 
     pub fn pop_front(&mut self) -> Option<T> {
         let first = self.chunks.first_mut().filter(|_| self.len > 0)?;
-        let Some(chunk) = Arc::get_mut(first) else {
-            let item = self.front().cloned();
-            self.drop_front(1);
-            return item;
-        };
-        let item = chunk.0.remove(0);
-        self.len -= 1;
-        if chunk.0.is_empty() {
-            self.set_aside();
+        match Arc::get_mut(first) {
+            Some(chunk) if chunk.0.len() > 1 => {
+                self.len -= 1;
+                Some(chunk.0.remove(0))
+            }
+            Some(chunk) => {
+                let item = chunk.0.pop();
+                (self.len, self.used) = (self.len - 1, self.used - 1);
+                self.chunks.rotate_left(1);
+                item
+            }
+            None => {
+                let item = self.front().cloned();
+                self.drop_front(1);
+                item
+            }
         }
-        Some(item)
     }
 
-    /// Moves the first chunk, which is empty and not shared, to the end for reuse.
-    fn set_aside(&mut self) {
-        self.chunks[..].rotate_left(1);
-        self.used -= 1;
-    }
-
-    /// Removes the first `n` items, or all.
+    /// Removes the first `n` items, or all. `O(n + chunks)`.
     pub fn drop_front(&mut self, n: usize) {
-        let mut left = n.min(self.len);
-        self.len -= left;
-        while left > 0 {
-            let chunk = &mut self.chunks[0];
-            let all = chunk.0.len();
-            if left < all {
-                Arc::make_mut(chunk).0.drain(..left);
-                return;
+        let (whole, at) = if n < self.len { self.place(n) } else { (self.used, 0) };
+        // Whole chunks are kept for reuse, but for those that a clone shares.
+        let mut own = 0;
+        for i in 0..whole {
+            if let Some(Chunk(items)) = Arc::get_mut(&mut self.chunks[i]) {
+                items.clear();
+                self.chunks.swap(own, i);
+                own += 1;
             }
-            left -= all;
-            match Arc::get_mut(chunk) {
-                Some(chunk) => {
-                    chunk.0.clear();
-                    self.set_aside();
-                }
-                None => {
-                    self.chunks.remove(0);
-                    self.used -= 1;
-                }
-            }
+        }
+        self.chunks.drain(own..whole);
+        self.chunks.rotate_left(own);
+        self.used -= whole;
+        self.len -= n.min(self.len);
+        if at > 0 {
+            Arc::make_mut(&mut self.chunks[0]).0.drain(..at);
         }
     }
 

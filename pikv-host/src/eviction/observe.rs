@@ -2,19 +2,24 @@
 
 use crate::attend::feedback::Feed;
 use crate::attend::mass::Weighed;
+use crate::base::chunks::Chunks;
 use crate::base::ids::{PageId, Place, run_place};
 use crate::base::parallel::MANY;
 use crate::base::parallel::each_mut;
+use crate::codec::HeadCodec;
 use crate::config::HeadCodecs;
 use crate::config::shape::CacheShape;
 use crate::config::sharing::Sharing;
 use crate::memory::pool::Pool;
 use crate::metrics::Reused;
 use crate::metrics::report::StepReport;
+use crate::pages::entry::Entry;
 use crate::pages::filing::Layer;
+use crate::pages::find::Finder;
 use crate::pages::head::Head;
-use crate::pages::run::{Run, find};
+use crate::pages::run::Run;
 use crate::pages::tags::Tags;
+use crate::policy::page::TokenPage;
 use crate::policy::rule::Rule;
 use crate::policy::{HeadSeen, Positions, Seen};
 use crate::router::met::combined;
@@ -24,6 +29,7 @@ use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
 use smallvec::SmallVec;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// A token that a step moved from the ring to a page.
 #[derive(Clone, Copy, Debug)]
@@ -135,6 +141,37 @@ impl Layer {
                 lost[e] += times * u64::from(run.filed - near);
             }
         }
+    }
+}
+
+/// A page by its index. Its entry is loaded only when the policy asks for it: most policies do not, and it is not in the caches.
+#[derive(Debug)]
+struct ListedPage<'a> {
+    entries: &'a Chunks<Entry>,
+    i: usize,
+}
+
+impl ListedPage<'_> {
+    fn get(&self) -> &Entry {
+        &self.entries[self.i]
+    }
+}
+
+impl TokenPage for ListedPage<'_> {
+    fn position(&self, codec: Option<&HeadCodec>, lane: u32) -> Option<u32> {
+        self.get().position(codec, lane)
+    }
+
+    fn words(&self) -> Option<&[u32]> {
+        self.get().words()
+    }
+
+    fn fetch(&self) -> Option<Arc<[u32]>> {
+        self.get().fetch()
+    }
+
+    fn packing<'a>(&'a self, codec: Option<&'a HeadCodec>) -> Option<(&'a HeadCodec, u32)> {
+        self.get().packing(codec)
     }
 }
 
@@ -295,16 +332,16 @@ impl Observation<'_> {
         let mut kept = kept.version_mut(self.rule.version(cut.len));
         // Shared by thousands of pages in a step.
         let all = self.seen(h, weighed.pages[from], cut);
-        // Pages come by ascending ordinals, mostly adjacent.
-        let (mut at, mut next) = (from, 0);
+        let (mut at, mut finder) = (from, Finder::new(entries));
         while let Some(&page) = weighed.pages.get(at).filter(|page| page.place == place) {
             at += 1;
             let Some((mut mass, mut live)) = weighed.cut(at - 1, cut.index) else { continue };
-            let Some(i) = find(entries, next, page.ordinal) else { continue };
-            next = i + 1;
-            let (Some(entry), Some((rows, used))) = (entries.get(i), kept.page_mut(i)) else { continue };
+            let Some(i) = finder.index(page.ordinal) else { continue };
+            let Some((rows, used)) = kept.page_mut(i) else { continue };
+            let entry = ListedPage { entries, i };
             let own;
             if page.ordinal >= new {
+                let entry = entry.get();
                 let filed = |lane: &u32| entry.position(codec, *lane).is_some_and(|p| p < cut.left);
                 let filed = (0..entry.fill).filter(filed).fold(0, |filed, lane| filed | 1 << lane);
                 live = entry.live & filed;
@@ -314,10 +351,10 @@ impl Observation<'_> {
             if live == 0 {
                 continue;
             }
-            let seen = Seen { page, live, positions: Positions::page(entry, codec), mass, ..all };
+            let seen = Seen { page, live, positions: Positions::page(&entry, codec), mass, ..all };
             if self.reused && seen.used(1.0) {
                 // A page without a recorded use counts as used when its last token came.
-                let before = if *used == 0 { entry.last().unwrap_or_default() + 1 } else { *used };
+                let before = if *used == 0 { entry.get().last().unwrap_or_default() + 1 } else { *used };
                 let (layer, kv_head) = (seen.layer as u32, h as u32);
                 // The last use may have been rolled back.
                 let gap = cut.len.checked_sub(before).filter(|gap| *gap > 0);

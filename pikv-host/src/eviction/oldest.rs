@@ -1,10 +1,12 @@
 //! Finds the oldest tokens of a head without a ranking.
 
 use crate::codec::HeadCodec;
-use crate::eviction::ranked::Gone;
+use crate::eviction::ranked::{AHEAD, Gone};
+use crate::pages::entry::{Entry, Held};
 use crate::pages::run::Run;
 use crate::pages::runs::Runs;
 use crate::policy::pinned;
+use pikv_lanes::fetch;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
@@ -25,9 +27,28 @@ impl Cursor<'_> {
     fn next(&mut self) -> Option<u32> {
         while self.left == 0 {
             self.at += 1;
+            let ahead = |pages: usize| self.of.entries.get(self.at + pages);
+            ahead(2 * AHEAD).into_iter().for_each(fetch);
+            if let Some(Entry { held: Held::Open(page), .. }) = ahead(AHEAD) {
+                fetch(page.positions());
+            }
             self.left = self.of.entries.get(self.at)?.live;
         }
         self.of.entries[self.at].position(self.codec, self.left.trailing_zeros())
+    }
+
+    /// All lanes of a page, of which none is visited and `position` is the first, if all are to be evicted: at most `n`, none pinned, and
+    /// older than position `until`.
+    fn whole(&self, position: u32, until: u32, n: usize, pins: &[Range<u32>]) -> Option<u32> {
+        let entry = &self.of.entries[self.at];
+        if self.left != entry.live || entry.live.count_ones() as usize > n {
+            return None;
+        }
+        // Positions of a page ascend.
+        let last = entry.position(self.codec, entry.live.ilog2())?;
+        let next = pins.partition_point(|pin| pin.end <= position);
+        let pinned = pins.get(next).is_some_and(|pin| pin.start <= last);
+        (last < until && !pinned).then_some(entry.live)
     }
 
     /// The lanes of the page to evict.
@@ -36,8 +57,8 @@ impl Cursor<'_> {
     }
 }
 
-/// Adds to `gone` the `n` oldest unpinned tokens of the experts' runs, or all if there are fewer. `O(n log runs)`, plus the
-/// pinned and already evicted tokens that it skips.
+/// Adds to `gone` the `n` oldest unpinned tokens of the experts' runs, or all if there are fewer. `O(n log runs)` at most, plus the
+/// pinned and already evicted tokens that it skips; `O(log runs)` a page where whole pages are the oldest.
 pub(crate) fn oldest(
     runs: &Runs,
     codec: Option<&HeadCodec>,
@@ -57,11 +78,12 @@ pub(crate) fn oldest(
         let page = cursor.at;
         loop {
             let bit = cursor.left & cursor.left.wrapping_neg();
-            cursor.left &= !bit;
-            if !pinned(pins, position) {
-                cursor.gone |= bit;
-                n -= 1;
+            let whole = cursor.whole(position, until, n, pins);
+            if let Some(lanes) = whole.or_else(|| (!pinned(pins, position)).then_some(bit)) {
+                cursor.gone |= lanes;
+                n -= lanes.count_ones() as usize;
             }
+            cursor.left &= !whole.unwrap_or(bit);
             if cursor.left == 0 {
                 gone.extend(cursor.page());
                 cursor.gone = 0;

@@ -41,7 +41,7 @@ impl Rooms {
 }
 
 /// Number of pages to prefetch positions ahead: they lie in their pages, at addresses that the hardware cannot predict.
-const AHEAD: usize = 8;
+pub(crate) const AHEAD: usize = 8;
 
 /// Tokens of one page to evict: index of the run, ordinal of the page, lanes.
 pub(crate) type Gone = (usize, u32, u32);
@@ -98,7 +98,7 @@ impl<'a> Ranked<'a> {
         let mut runs = 0;
         for (c, run) in head.runs.experts() {
             runs += usize::from(run.live() > 0);
-            for (i, entry) in run.entries.iter().enumerate().filter(|(_, entry)| entry.live != 0) {
+            for (i, entry) in run.entries.walk().enumerate().filter(|(_, entry)| entry.live != 0) {
                 if let Some(Entry { held: Held::Open(page), .. }) = run.entries.get(i + AHEAD) {
                     fetch(page.positions());
                 }

@@ -4,6 +4,7 @@ pub mod compact;
 pub mod cut;
 pub mod entry;
 pub mod filing;
+pub mod find;
 pub mod ghosts;
 pub mod head;
 pub mod homes;

@@ -8,6 +8,7 @@ use crate::base::ids::{Place, run_place};
 use crate::codec::HeadCodec;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::pages::entry::{Away, Closed, Entry, Held};
+use crate::pages::find::find;
 use crate::policy::state::{Apart, TokenStates};
 use crate::tiers::Stored;
 use crate::tiers::replica::Mirrors;
@@ -109,9 +110,10 @@ impl Run {
 
     /// Drops evicted pages from the front. Their tokens count as evicted even if a window has passed them since.
     fn drop_gone(&mut self) {
-        while self.entries.front().is_some_and(Entry::is_gone) {
-            self.entries.pop_front();
-            self.kept.pop_front();
+        if self.entries.front().is_some_and(Entry::is_gone) {
+            let gone = self.entries.walk().take_while(|entry| entry.is_gone()).count();
+            self.entries.drop_front(gone);
+            (0..gone).for_each(|_| self.kept.pop_front());
         }
     }
 
@@ -121,7 +123,7 @@ impl Run {
         self.drop_gone();
         self.tighten();
         let over = |entry: &Entry| matches!(entry.held, Held::Gone { last } if last < kept);
-        if !self.entries.iter().any(over) {
+        if !self.entries.walk().any(over) {
             return;
         }
         self.kept.retain(self.entries.iter().map(|entry| !over(entry)));
@@ -478,11 +480,4 @@ impl Run {
         });
         closed.count() as u64
     }
-}
-
-/// Index of the page at `ordinal` in a list with ascending ordinals; tries `guess` first, which is right if no ordinal is missing.
-pub(crate) fn find(entries: &Chunks<Entry>, guess: usize, ordinal: u32) -> Option<usize> {
-    let is = |i: &usize| entries.get(*i).is_some_and(|entry| entry.ordinal == ordinal);
-    let found = || entries.partition_point(|entry| entry.ordinal < ordinal);
-    Some(guess).filter(is).or_else(|| Some(found()).filter(is))
 }

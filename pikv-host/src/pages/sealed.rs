@@ -7,7 +7,8 @@
 use crate::base::chunks::Chunks;
 use crate::memory::arena::Page;
 use crate::pages::entry::{Closed, Entry, Held};
-use crate::pages::run::{Run, find};
+use crate::pages::find::find;
+use crate::pages::run::Run;
 use crate::pages::runs::Runs;
 use std::sync::Arc;
 

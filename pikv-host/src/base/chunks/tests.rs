@@ -76,6 +76,7 @@ fn clones_hold_what_plain_lists_do_whatever_becomes_of_the_others() {
             let n = plain.len();
             assert_eq!((list.len(), list.is_empty()), (n, n == 0));
             assert!(list.iter().map(|item| &**item).eq(plain), "{list:?} {plain:?}");
+            assert!(list.walk().map(|item| &**item).eq(plain));
             assert!(list.iter().rev().map(|item| &**item).eq(plain.iter().rev()));
             let from = draw(&mut seed, n + 1);
             let to = from + draw(&mut seed, n + 1 - from);
@@ -87,6 +88,10 @@ fn clones_hold_what_plain_lists_do_whatever_becomes_of_the_others() {
             );
             assert_eq!(list.get(n), None);
             assert!((0..n).all(|i| *list[i] == plain[i]));
+            let rest = list.rest_of_chunk(from);
+            assert!(
+                rest.is_empty() == (from == n) && rest.iter().map(|x| &**x).eq(&plain[from..][..rest.len()])
+            );
         }
     }
     drop(lists);
