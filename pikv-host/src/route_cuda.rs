@@ -7,9 +7,9 @@
 use crate::base::device_slice::{DeviceExperts, DeviceRoutes, DeviceSlice};
 use crate::base::error::Error;
 use crate::device::Device;
-use crate::device::downs::Down;
 use crate::device::driver::arguments;
 use crate::device::memory::Memory;
+use crate::device::pinned_copies::PinnedCopy;
 use crate::device::ring::Upload;
 use crate::router::on_device::{Averages, DeviceChoice, DevicePlan};
 use crate::router::{Misses, Shape};
@@ -85,7 +85,7 @@ impl Batch<'_> {
 /// Choices on their way to the host.
 #[derive(Debug)]
 pub(crate) struct Pending {
-    down: Down,
+    down: PinnedCopy,
     pub firm: usize,
     /// Number of experts whose pages are fetched.
     pub fetch: usize,
@@ -295,7 +295,7 @@ impl OnDevice {
             pad: 0,
         };
         match plan.choice {
-            DeviceChoice::Ranked { biased, cap, groups } => {
+            DeviceChoice::HeadRanking { biased, cap, groups } => {
                 of.fixed = if biased { self.at(self.places.fixed) } else { 0 };
                 of.cap = cap.unwrap_or(0.0);
                 if let Some(groups) = groups {
@@ -328,7 +328,13 @@ impl OnDevice {
         Ok(())
     }
 
-    fn bring(&self, chosen: u64, choices: usize, entropies: usize, batch: &Batch<'_>) -> Result<Down, Error> {
+    fn bring(
+        &self,
+        chosen: u64,
+        choices: usize,
+        entropies: usize,
+        batch: &Batch<'_>,
+    ) -> Result<PinnedCopy, Error> {
         let skipped = batch.firm * self.places.experts;
         let logits = if batch.bring_logits { batch.logits.bytes() - 4 * skipped } else { 0 };
         let places = [

@@ -1,9 +1,9 @@
 //! Buffers of a call that its thread keeps between calls: a step of a size that the thread has seen allocates nothing.
 
 use crate::attend::executor::Cut;
-use crate::attend::feedback::Feed;
+use crate::attend::feedback::HeadFeedback;
 use crate::attend::forest::Forest;
-use crate::attend::mass::Wanted;
+use crate::attend::mass::WeightSets;
 use crate::attend::view::View;
 use std::cell::Cell;
 
@@ -16,10 +16,10 @@ pub struct Buffers {
     pub forests: Vec<Forest<'static>>,
     /// Unused forests, kept for the next call.
     pub felled: Vec<Forest<'static>>,
-    pub wanted: Vec<Wanted>,
+    pub wanted: Vec<WeightSets>,
     pub lse: Vec<f32>,
     /// Unused feeds, kept for the next call.
-    pub seen: Vec<Feed>,
+    pub seen: Vec<HeadFeedback>,
     pub cut: Cut,
 }
 

@@ -1,9 +1,9 @@
 //! The trait of implementations of attention: the lanes of the CPU, a device, or the CPU with other ranks.
 
-use crate::attend::feedback::{Feed, Of};
+use crate::attend::feedback::{HeadFeedback, Of};
 use crate::attend::forest::{Forest, Task};
 use crate::attend::job::{Item, Job, OnDevice, Widest};
-use crate::attend::mass::Wanted;
+use crate::attend::mass::WeightSets;
 use crate::attend::options::AttendOutput;
 use crate::attend::options::ReadPages;
 use crate::attend::view::View;
@@ -87,7 +87,7 @@ pub(crate) trait Executor: Debug + Send + Sync {
         &self,
         job: &mut Job<'_>,
         forests: &[Forest<'_>],
-        wanted: Option<&[Wanted]>,
+        wanted: Option<&[WeightSets]>,
         results: Results<'_>,
         cut: &mut Cut,
     ) -> Result<(), Error>;
@@ -118,7 +118,7 @@ pub(crate) struct Results<'a> {
     /// `[rows][query_heads]`
     pub lse: &'a mut [f32],
     /// For each forest, if weights or hits are computed.
-    pub seen: &'a mut [Feed],
+    pub seen: &'a mut [HeadFeedback],
 }
 
 /// Sequences whose weights or hits are computed.
@@ -160,9 +160,9 @@ pub(crate) trait Session: Debug + Send + Sync {
         &mut self,
         job: &Job<'_>,
         forests: &[Forest<'_>],
-        wanted: Option<&[Wanted]>,
+        wanted: Option<&[WeightSets]>,
         output: DeviceOutput,
-        seen: &mut Vec<Feed>,
+        seen: &mut Vec<HeadFeedback>,
         asked: Asked,
     ) -> Result<(), Error>;
 
@@ -185,5 +185,5 @@ pub(crate) trait Session: Debug + Send + Sync {
     fn read(&self, layer: usize, sequence: usize) -> ReadPages;
 
     /// Feeds of a layer, if its last attention had tensors on the device. Waits for the device.
-    fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>>;
+    fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<HeadFeedback>>;
 }

@@ -1,6 +1,6 @@
 //! Softmax weights and hits of one KV head, for the layer's policy and the router.
 
-use crate::attend::mass::Weighed;
+use crate::attend::mass::PageWeights;
 use crate::attend::options::ReadPages;
 use crate::base::host_slice::HostSlice;
 use crate::metrics::Reused;
@@ -10,13 +10,13 @@ use std::collections::HashMap;
 
 /// Softmax weights and hits of one KV head in a step.
 #[derive(Debug, Default)]
-pub(crate) struct Feed {
+pub(crate) struct HeadFeedback {
     /// Index of the sequence in the call.
     pub sequence: usize,
     pub head: usize,
     /// Filed tokens of the sequence at the time of the call.
     pub filed: u32,
-    pub weighed: Weighed,
+    pub weighed: PageWeights,
     /// `[rows][group][k_dim]`, if the policy keeps state of heads.
     pub queries: Vec<f32>,
     /// Reuses of pages, if the policy recorded them.
@@ -38,7 +38,7 @@ pub(crate) struct Of {
     pub read: ReadPages,
 }
 
-impl Feed {
+impl HeadFeedback {
     /// Resets the feed for a head.
     pub fn start(&mut self, sequence: usize, head: usize) {
         (self.sequence, self.head, self.filed) = (sequence, head, 0);
@@ -67,8 +67,8 @@ impl Feed {
 }
 
 /// Merges the feeds of rows of a head that were attended one by one, page by page, and sorts by sequence and head.
-pub(crate) fn together(feeds: &mut Vec<Feed>) {
-    feeds.sort_by_key(Feed::of);
+pub(crate) fn together(feeds: &mut Vec<HeadFeedback>) {
+    feeds.sort_by_key(HeadFeedback::of);
     let mut index = HashMap::new();
     feeds.dedup_by(|next, kept| {
         if next.of() != kept.of() {

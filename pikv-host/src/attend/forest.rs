@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 /// A page to read.
 #[derive(Clone, Copy)]
-pub struct Listed<'a> {
+pub struct ListedPage<'a> {
     /// Words of the page; only positions for a page on a device, empty before a page of a lower tier is staged.
     pub words: &'a [u32],
     /// Address on a device.
@@ -36,7 +36,7 @@ pub struct Listed<'a> {
     pub id: PageId,
 }
 
-impl Listed<'_> {
+impl ListedPage<'_> {
     /// For a page in the dtype of its layer: whether it was open to a row that reads tokens up to `hi` in pages. At most one page of a
     /// run was open, and had tokens, at that row.
     pub fn is_open_to(&self, hi: i32) -> bool {
@@ -72,7 +72,7 @@ pub struct Done<'a> {
 pub struct Forest<'a> {
     pub view: usize,
     pub head: usize,
-    pub pages: Vec<Listed<'a>>,
+    pub pages: Vec<ListedPage<'a>>,
     /// Ranges of pages.
     pub blocks: Vec<Range<usize>>,
     /// Index of each block in the tree of its run.
@@ -99,7 +99,7 @@ impl<'a> Forest<'a> {
     }
 
     /// Adds a run of pages with ascending ordinals, split into blocks.
-    pub fn push_run(&mut self, run: u32, pages: impl Iterator<Item = (u32, Listed<'a>)>) {
+    pub fn push_run(&mut self, run: u32, pages: impl Iterator<Item = (u32, ListedPage<'a>)>) {
         let first_block = self.blocks.len();
         for (ordinal, page) in pages {
             let at = self.pages.len();

@@ -8,8 +8,8 @@ use crate::base::scratch::emptied;
 use crate::codec::HeadCodec;
 use crate::config::hits::Hits;
 use crate::config::shape::CacheShape;
-use crate::pages::entry::Held;
-use crate::pages::filing::Layer;
+use crate::pages::entry::PageState;
+use crate::pages::filing::LayerPages;
 use crate::pages::ghosts::{self, Mark};
 use crate::pages::run::Run;
 use crate::router::met::{Met, combined};
@@ -26,7 +26,7 @@ type Experts = SmallVec<[u16; 8]>;
 
 /// Buffers that a thread keeps between calls: a step of a size that the thread has seen allocates nothing.
 #[derive(Default)]
-struct Room {
+struct HitBuffers {
     pages: Vec<&'static [[u32; LANES]]>,
     marks: Vec<Mark>,
     wide: Vec<f32>,
@@ -36,7 +36,7 @@ struct Room {
 }
 
 thread_local! {
-    static ROOM: Cell<Room> = Cell::default();
+    static ROOM: Cell<HitBuffers> = Cell::default();
 }
 
 /// Rows of a sequence in a layer, and how hits are counted.
@@ -46,7 +46,7 @@ pub(crate) struct Asking<'a> {
     pub shape: &'a LayerShape,
     /// Factor by which scaled RoPE enlarges products of rotated channels.
     pub stretch: f32,
-    pub layer: &'a Layer,
+    pub layer: &'a LayerPages,
     /// Positions of the rows.
     pub rows: Range<u32>,
     pub read: ReadPages,
@@ -86,7 +86,7 @@ impl Asking<'_> {
         let Asking { inner, hits, shape, layer, .. } = self;
         let (head, codec) = (&layer.heads[h], layer.codecs[h].as_ref());
         let sharing = layer.sharing(inner, shape);
-        let Room { pages, mut marks, mut wide, mut queries, mut most, mut order } = ROOM.take();
+        let HitBuffers { pages, mut marks, mut wide, mut queries, mut most, mut order } = ROOM.take();
         let (mut far, mut pages) = (0, emptied(pages));
         let floor = inner.known_before(self.rows.start);
         let (dtype, rows) =
@@ -140,7 +140,7 @@ impl Asking<'_> {
             }
             combined(met, from, |met| met);
         }
-        ROOM.set(Room { pages: emptied(pages), marks, wide, queries, most, order });
+        ROOM.set(HitBuffers { pages: emptied(pages), marks, wide, queries, most, order });
         far
     }
 
@@ -190,7 +190,7 @@ impl Run {
                 false => (0..PAGE).filter(|lane| live >> lane & 1 == 1 && inside(*lane)).count() as u32,
             };
             match &entry.held {
-                Held::Away(away) => match away.slot.rank_page() {
+                PageState::Away(away) => match away.slot.rank_page() {
                     Some(kept) if kept.is_here() => held += tokens,
                     Some(_) if tokens > 0 => far += away.slot.bytes(),
                     _ => {}

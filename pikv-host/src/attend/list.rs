@@ -1,6 +1,6 @@
 //! The pages of each KV head that a call reads, in the order of the reduction.
 
-use crate::attend::forest::{Forest, Listed, PACKED_RUN};
+use crate::attend::forest::{Forest, ListedPage, PACKED_RUN};
 use crate::attend::job::Job;
 use crate::attend::options::ReadPages;
 use crate::attend::select::{self, Selection};
@@ -9,8 +9,8 @@ use crate::base::ids::{PageId, Place, run_place};
 use crate::base::parallel::{MANY, each_mut};
 use crate::codec::HeadCodec;
 use crate::memory::arena::Page;
-use crate::pages::entry::{Away, Closed, Entry, Held};
-use crate::pages::head::Head;
+use crate::pages::entry::{Away, Closed, Entry, PageState};
+use crate::pages::head::HeadPages;
 use crate::pages::run::Run;
 use crate::tiers::Stored;
 use pikv_core::attend::filled;
@@ -44,7 +44,7 @@ impl<'a> Job<'a> {
     fn list(&self, forest: &mut Forest<'a>) {
         let (view, head) = (forest.view, forest.head);
         let View { layer, len, .. } = self.views[view];
-        let Head { runs, ring, .. } = &layer.heads[head];
+        let HeadPages { runs, ring, .. } = &layer.heads[head];
         let selection = self.selection(view, head);
         let read = |c: usize, run| entries(c, run, selection.as_ref());
         let ring_run = match layer.codecs[head].as_ref() {
@@ -118,51 +118,51 @@ impl<'a> Job<'a> {
 }
 
 /// A page of the first tier in the dtype of its layer.
-fn plain(page: &Page, live: u32, id: PageId) -> Listed<'_> {
+fn plain(page: &Page, live: u32, id: PageId) -> ListedPage<'_> {
     let (words, address) = (page.words(), page.address());
-    Listed { words, address, slot: None, live, last: 0, by: 0, original: false, until: None, id }
+    ListedPage { words, address, slot: None, live, last: 0, by: 0, original: false, until: None, id }
 }
 
 /// A page in a lower tier or on a rank.
-fn away(slot: &Arc<Stored>, live: u32, id: PageId) -> Listed<'_> {
+fn away(slot: &Arc<Stored>, live: u32, id: PageId) -> ListedPage<'_> {
     let words = slot.in_place().unwrap_or_default();
-    Listed { words, address: 0, slot: Some(slot), live, last: 0, by: 0, original: false, until: None, id }
+    ListedPage { words, address: 0, slot: Some(slot), live, last: 0, by: 0, original: false, until: None, id }
 }
 
 /// A page of a head without a codec, or of the sinks.
-fn whole(ReadEntry { id, live, entry }: ReadEntry<'_>) -> Option<(u32, Listed<'_>)> {
+fn whole(ReadEntry { id, live, entry }: ReadEntry<'_>) -> Option<(u32, ListedPage<'_>)> {
     let listed = match &entry.held {
-        Held::Away(Away { slot, .. }) => away(slot, live, id),
+        PageState::Away(Away { slot, .. }) => away(slot, live, id),
         _ => plain(entry.page()?, live, id),
     };
     Some((id.ordinal, listed))
 }
 
 /// A page packed by the head's first codec, or, if `old`, by the second.
-fn packed<'a>(of: ReadEntry<'a>, codec: &HeadCodec, old: bool) -> Option<(u32, Listed<'a>)> {
+fn packed<'a>(of: ReadEntry<'a>, codec: &HeadCodec, old: bool) -> Option<(u32, ListedPage<'a>)> {
     let ReadEntry { id, live, entry } = of;
     match &entry.held {
-        Held::Closed(closed) => {
+        PageState::Closed(closed) => {
             let (page, by, until) = closed.form(codec, old)?;
             let listed = plain(page, live, id);
-            Some((id.ordinal, Listed { last: closed.last, by, until, ..listed }))
+            Some((id.ordinal, ListedPage { last: closed.last, by, until, ..listed }))
         }
-        Held::Away(Away { slot, by: Some(by) }) if !old => {
+        PageState::Away(Away { slot, by: Some(by) }) if !old => {
             let listed = away(slot, live, id);
-            Some((id.ordinal, Listed { last: entry.last()?, by: *by, ..listed }))
+            Some((id.ordinal, ListedPage { last: entry.last()?, by: *by, ..listed }))
         }
         _ => None,
     }
 }
 
 /// The open page of a run, or the original of a packed page.
-fn open(ReadEntry { id, live, entry }: ReadEntry<'_>) -> Option<Listed<'_>> {
+fn open(ReadEntry { id, live, entry }: ReadEntry<'_>) -> Option<ListedPage<'_>> {
     match &entry.held {
-        Held::Gone { .. } | Held::Away(_) => None,
-        Held::Open(page) => Some(plain(page, live, id)),
-        Held::Closed(Closed { original, by, .. }) => {
+        PageState::Gone { .. } | PageState::Away(_) => None,
+        PageState::Open(page) => Some(plain(page, live, id)),
+        PageState::Closed(Closed { original, by, .. }) => {
             let listed = plain(original.as_ref()?, live, id);
-            Some(Listed { by: *by, original: true, ..listed })
+            Some(ListedPage { by: *by, original: true, ..listed })
         }
     }
 }
@@ -170,8 +170,8 @@ fn open(ReadEntry { id, live, entry }: ReadEntry<'_>) -> Option<Listed<'_>> {
 /// Ordinal of the first page that may be open or have an original; all of these are at the end of a run.
 fn open_from(run: &Run) -> u32 {
     let packed = |entry: &&Entry| match &entry.held {
-        Held::Closed(closed) => closed.original.is_none(),
-        Held::Away(_) => true,
+        PageState::Closed(closed) => closed.original.is_none(),
+        PageState::Away(_) => true,
         _ => false,
     };
     run.entries.iter().rev().find(packed).map_or(0, |entry| entry.ordinal + 1)

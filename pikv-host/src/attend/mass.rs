@@ -10,7 +10,7 @@ use std::ops::Range;
 
 /// Softmax weights of the tokens of pages, summed over sets of rows: all rows, if asked for, then each cut.
 #[derive(Debug, Default)]
-pub(crate) struct Weighed {
+pub(crate) struct PageWeights {
     pub pages: Vec<PageId>,
     pub(super) sets: usize,
     /// Whether the first set is all rows.
@@ -23,13 +23,13 @@ pub(crate) struct Weighed {
 
 /// Rows whose weights are computed.
 #[derive(Clone, Debug)]
-pub(crate) struct Wanted {
+pub(crate) struct WeightSets {
     pub all: bool,
     /// Disjoint ranges of rows of the sequence, ascending.
     pub cuts: SmallVec<[Range<u32>; 2]>,
 }
 
-impl Wanted {
+impl WeightSets {
     /// The sets of rows whose weights are summed separately.
     pub fn sets(&self) -> impl Iterator<Item = Range<u32>> {
         self.all.then_some(0..u32::MAX).into_iter().chain(self.cuts.iter().cloned())
@@ -48,9 +48,9 @@ impl Wanted {
     }
 }
 
-impl Weighed {
+impl PageWeights {
     /// Takes the pages of a forest. Their weights have stale values, and are still to be written.
-    pub fn start(&mut self, forest: &Forest<'_>, wanted: &Wanted) {
+    pub fn start(&mut self, forest: &Forest<'_>, wanted: &WeightSets) {
         self.pages.clear();
         self.pages.extend(forest.pages.iter().map(|page| page.id));
         (self.sets, self.all) = (wanted.sets().count(), wanted.all);
@@ -115,7 +115,7 @@ impl Weighed {
     }
 
     /// Adds the weights of other rows of the same head; `index` is that of `self`.
-    pub fn merge(&mut self, index: &mut HashMap<PageId, usize>, other: &Weighed) {
+    pub fn merge(&mut self, index: &mut HashMap<PageId, usize>, other: &PageWeights) {
         for (i, &page) in other.pages.iter().enumerate() {
             let own = i * other.sets..(i + 1) * other.sets;
             let to = match index.entry(page) {

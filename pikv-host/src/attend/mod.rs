@@ -24,11 +24,11 @@ use crate::attend::buffers::{BUFFERS, Buffers};
 use crate::attend::executor::Tensors;
 use crate::attend::executor::{Asked, Executor, Results};
 use crate::attend::feedback::together;
-use crate::attend::feedback::{Feed, Of};
+use crate::attend::feedback::{HeadFeedback, Of};
 use crate::attend::forest::Forest;
 use crate::attend::hits::Asking;
 use crate::attend::job::{Job, OnDevice};
-use crate::attend::mass::Wanted;
+use crate::attend::mass::WeightSets;
 use crate::attend::options::{Attend, AttendOutput, PageMass, ReadPages};
 use crate::attend::view::View;
 use crate::base::error::Error;
@@ -47,7 +47,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use {
-    crate::tiers::{Levels, upload::Lifted},
+    crate::tiers::{Levels, upload::UploadedPages},
     smallvec::SmallVec,
 };
 
@@ -65,7 +65,7 @@ pub(crate) struct Call<'a> {
 /// Lists of a step that a call adds to.
 pub(crate) struct Noted<'a> {
     /// Weights and hits for policies and routers.
-    pub feeds: &'a mut Vec<Feed>,
+    pub feeds: &'a mut Vec<HeadFeedback>,
     /// Pages that sequences read from lower tiers, if they are tracked.
     pub lower: Option<&'a mut Vec<Lower>>,
 }
@@ -141,7 +141,7 @@ fn attend_views(
     let wants = Wants::new(pool, &job, sequences, &tensors, feeds.is_some(), &mut wanted);
     let mut seen = mem::take(&mut buffers.seen);
     if wants.told() {
-        seen.resize_with(forests.len(), Feed::default);
+        seen.resize_with(forests.len(), HeadFeedback::default);
         for (feed, forest) in seen.iter_mut().zip(&forests) {
             feed.start(views[forest.view].sequence, forest.head);
         }
@@ -263,10 +263,10 @@ fn start_forests<'a>(job: &Job<'a>, forests: &mut Vec<Forest<'a>>, spare: &mut V
 fn lift(
     pool: &Pool,
     tiers: &Levels,
-    prefetched: Option<Lifted>,
+    prefetched: Option<UploadedPages>,
     forests: &mut [Forest<'_>],
-) -> Result<SmallVec<[Lifted; 2]>, Error> {
-    let mut lifted: SmallVec<[Lifted; 2]> = SmallVec::new();
+) -> Result<SmallVec<[UploadedPages; 2]>, Error> {
+    let mut lifted: SmallVec<[UploadedPages; 2]> = SmallVec::new();
     let Some(device) = pool.shape.config.backend.device() else { return Ok(lifted) };
     lifted.extend(prefetched);
     let known = |slot: &Arc<Stored>| lifted.iter().find_map(|lifted| lifted.address(slot));
@@ -288,7 +288,7 @@ struct Wants<'a> {
     /// Hit counting, if it is on.
     hits: Option<Hits>,
     /// For each view, the rows whose weights are computed; `None` if no weights are.
-    weights: Option<&'a [Wanted]>,
+    weights: Option<&'a [WeightSets]>,
     /// Whether the policy needs queries.
     queries: bool,
 }
@@ -301,7 +301,7 @@ impl<'a> Wants<'a> {
         sequences: &[View<'_>],
         tensors: &Tensors<'_>,
         fed: bool,
-        wanted: &'a mut Vec<Wanted>,
+        wanted: &'a mut Vec<WeightSets>,
     ) -> Wants<'a> {
         let rule = pool.shape.rules[job.layer].as_deref().filter(|rule| fed && rule.keeps());
         let all = matches!(tensors, Tensors::Host(_, to) if to.mass.is_some());
@@ -311,7 +311,7 @@ impl<'a> Wants<'a> {
                 let at = |row: u32| row.saturating_sub(view.row).min(view.rows);
                 at(cut.start)..at(cut.end)
             };
-            Wanted { all, cuts: sequences[view.sequence].cuts(rule).map(rows).collect() }
+            WeightSets { all, cuts: sequences[view.sequence].cuts(rule).map(rows).collect() }
         }));
         let some = wanted.iter().any(|wanted| all || !wanted.cuts.is_empty());
         let queries = rule.is_some_and(|rule| rule.head_words > 0);
@@ -344,7 +344,7 @@ impl Computed<'_, '_> {
         self,
         executor: &dyn Executor,
         tensors: &mut Tensors<'o>,
-        seen: &mut Vec<Feed>,
+        seen: &mut Vec<HeadFeedback>,
         buffers: &mut Buffers,
     ) -> Result<Option<&'o mut Vec<PageMass>>, Error> {
         let Computed { job, forests, sequences, wants } = self;
@@ -385,7 +385,7 @@ fn hand_back(
     sequences: &[View<'_>],
     wants: &Wants<'_>,
     mass: Option<&mut Vec<PageMass>>,
-    seen: &mut Vec<Feed>,
+    seen: &mut Vec<HeadFeedback>,
 ) {
     if sequences.iter().any(|view| view.read != ReadPages::All) && wants.told() {
         // Rows that were attended one by one still are one call.
@@ -394,7 +394,7 @@ fn hand_back(
     if let Some(mass) = mass {
         mass.clear();
         // Without rows no weights are computed, and the list holds an earlier call.
-        for Feed { sequence, head, weighed, .. } in seen.iter().filter(|_| wants.weights.is_some()) {
+        for HeadFeedback { sequence, head, weighed, .. } in seen.iter().filter(|_| wants.weights.is_some()) {
             let (sequence, kv_head) = (*sequence, *head);
             let of = |(i, &page)| PageMass { sequence, kv_head, page, tokens: *weighed.all(i) };
             mass.extend(weighed.pages.iter().enumerate().map(of));

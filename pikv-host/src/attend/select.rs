@@ -3,7 +3,7 @@
 use crate::base::ids::{Place, run_place};
 use crate::codec::HeadCodec;
 use crate::pages::entry::Entry;
-use crate::pages::head::Head;
+use crate::pages::head::HeadPages;
 use crate::pages::run::Run;
 use pikv_core::bound;
 use pikv_core::plan::LayerShape;
@@ -93,7 +93,7 @@ pub(crate) fn largest(of: &[f32], n: usize, order: &mut Vec<usize>) {
 /// The `n` full pages of a head, as of `floor`, with the highest bounds under the queries among those with a token at position `lo` or
 /// later; the lower run and ordinal win a tie.
 pub(crate) fn highest(
-    head: &Head,
+    head: &HeadPages,
     codec: Option<&HeadCodec>,
     (lo, floor): (u32, u32),
     asked: &Asked<'_>,

@@ -3,7 +3,7 @@
 use crate::attend::hits::Fetched;
 use crate::attend::options::ReadPages;
 use crate::config::shape::CacheShape;
-use crate::pages::filing::Layer;
+use crate::pages::filing::LayerPages;
 use crate::policy::MassFeedback;
 use crate::policy::rule::Rule;
 use std::ops::Range;
@@ -11,7 +11,7 @@ use std::ops::Range;
 /// Rows of one sequence in one layer.
 #[derive(Clone, Copy)]
 pub(crate) struct View<'a> {
-    pub layer: &'a Layer,
+    pub layer: &'a LayerPages,
     /// Index of the sequence in the call, and of the view's first row among the sequence's rows.
     pub sequence: usize,
     pub row: u32,

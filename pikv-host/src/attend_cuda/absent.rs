@@ -5,7 +5,7 @@ pub mod executor {
     use crate::attend::executor::{Cut, Executor, Results};
     use crate::attend::forest::Forest;
     use crate::attend::job::{Job, Widest};
-    use crate::attend::mass::Wanted;
+    use crate::attend::mass::WeightSets;
     use crate::base::error::Error;
     use crate::device::Device;
     use std::sync::Arc;
@@ -23,7 +23,7 @@ pub mod executor {
             &self,
             _: &mut Job<'_>,
             _: &[Forest<'_>],
-            _: Option<&[Wanted]>,
+            _: Option<&[WeightSets]>,
             _: Results<'_>,
             _: &mut Cut,
         ) -> Result<(), Error> {

@@ -1,12 +1,12 @@
 //! Attention on a device: the rows of a call in waves, with results copied to the host or left on the device.
 
 use crate::attend::executor::{Cut, Executor, Results, Session};
-use crate::attend::feedback::Feed;
+use crate::attend::feedback::HeadFeedback;
 use crate::attend::forest::Forest;
 use crate::attend::job::{Job, TILE, Widest};
-use crate::attend::mass::Wanted;
+use crate::attend::mass::WeightSets;
 use crate::attend_cuda::attend::{Ends, Shape, To, WAVE};
-use crate::attend_cuda::late::{Late, Readback};
+use crate::attend_cuda::deferred::{Deferred, Readback};
 use crate::attend_cuda::wave::{Wave, most};
 use crate::base::device_slice::DeviceOutput;
 use crate::base::error::Error;
@@ -32,7 +32,7 @@ impl Executor for Cuda {
         &self,
         job: &mut Job<'_>,
         forests: &[Forest<'_>],
-        wanted: Option<&[Wanted]>,
+        wanted: Option<&[WeightSets]>,
         results: Results<'_>,
         _: &mut Cut,
     ) -> Result<(), Error> {
@@ -45,7 +45,7 @@ impl Executor for Cuda {
     }
 
     fn session(&self, layers: usize) -> Result<Option<Box<dyn Session>>, Error> {
-        Ok(Some(Box::new(Late::new(&self.0, layers)?)))
+        Ok(Some(Box::new(Deferred::new(&self.0, layers)?)))
     }
 }
 
@@ -55,7 +55,7 @@ fn attend_all(
     device: &Device,
     job: &Job<'_>,
     forests: &[Forest<'_>],
-    wanted: Option<&[Wanted]>,
+    wanted: Option<&[WeightSets]>,
     results: Results<'_>,
 ) -> Result<(), Error> {
     let Results { mut out, lse, seen: feeds } = results;
@@ -112,7 +112,7 @@ fn attend_all(
 }
 
 /// For each forest its first row of masses, and the number of rows of all.
-fn rows_of_masses(forests: &[Forest<'_>], wanted: Option<&[Wanted]>) -> (Vec<usize>, usize) {
+fn rows_of_masses(forests: &[Forest<'_>], wanted: Option<&[WeightSets]>) -> (Vec<usize>, usize) {
     let (mut firsts, mut masses) = (Vec::with_capacity(forests.len()), 0);
     for forest in forests {
         firsts.push(masses);
@@ -127,7 +127,7 @@ fn waves(
     work: &mut Work,
     job: &Job<'_>,
     forests: &[Forest<'_>],
-    wanted: Option<&[Wanted]>,
+    wanted: Option<&[WeightSets]>,
     to: To,
     firsts: &[usize],
 ) -> Result<(), Error> {
@@ -157,11 +157,11 @@ fn waves(
 pub(crate) fn attend_in_place(
     job: &Job<'_>,
     forests: &[Forest<'_>],
-    wanted: Option<&[Wanted]>,
+    wanted: Option<&[WeightSets]>,
     output: DeviceOutput,
-    feeds: &mut Vec<Feed>,
+    feeds: &mut Vec<HeadFeedback>,
     queries: bool,
-    late: &Late,
+    late: &Deferred,
 ) -> Result<Readback, Error> {
     let device = late.device().clone();
     let mut work = device.work()?;

@@ -1,8 +1,8 @@
 //! Items of a call that a device computes together, as lists for its kernels.
 
-use crate::attend::forest::{Forest, Listed};
+use crate::attend::forest::{Forest, ListedPage};
 use crate::attend::job::{Item, Job};
-use crate::attend::mass::Wanted;
+use crate::attend::mass::WeightSets;
 use crate::attend::queries::Packed as Queries;
 use crate::attend::queries::{SCRATCH, Scratch};
 use crate::attend_cuda::tree::{Joins, Tree};
@@ -136,7 +136,7 @@ struct ForestPart {
 
 /// Place of a page in a block with open pages some of which were packed since. At most one page of an expert was open at a row, and it
 /// takes the expert's place.
-fn place_of(page: &Listed<'_>) -> usize {
+fn place_of(page: &ListedPage<'_>) -> usize {
     match page.id.place {
         Place::Run(e) => usize::from(e) % BLOCK,
         Place::Sinks | Place::Ring => 0,
@@ -280,7 +280,7 @@ impl<'a> Wave<'a> {
         self.rows.extend((0..width).map(row));
     }
 
-    fn list(&mut self, page: &Listed<'_>, live: u32) {
+    fn list(&mut self, page: &ListedPage<'_>, live: u32) {
         self.pages.push(page.address);
         self.live.push(live);
         self.last.push(page.last);
@@ -289,7 +289,7 @@ impl<'a> Wave<'a> {
 
     /// Lists the pages of a block that are open to rows that read pages up to `hi`, each in its expert's place; other places have
     /// a page without lanes.
-    fn list_open(&mut self, pages: &[Listed<'_>], hi: i32) -> (u32, u32) {
+    fn list_open(&mut self, pages: &[ListedPage<'_>], hi: i32) -> (u32, u32) {
         let first = self.pages.len() as u32;
         let count = pages.iter().map(place_of).max().map_or(0, |last| last + 1);
         for place in 0..count {
@@ -302,7 +302,7 @@ impl<'a> Wave<'a> {
     }
 
     /// Lists the pages of a block of packed pages; without lanes if rows that read pages up to `hi` read the second form.
-    fn list_young(&mut self, pages: &[Listed<'_>], hi: i32) -> (u32, u32) {
+    fn list_young(&mut self, pages: &[ListedPage<'_>], hi: i32) -> (u32, u32) {
         let first = self.pages.len() as u32;
         for page in pages {
             self.list(page, if page.is_young_to(hi) { page.live } else { 0 });
@@ -402,7 +402,7 @@ impl<'a> Wave<'a> {
         &self,
         job: &Job<'_>,
         forests: &[Forest<'_>],
-        wanted: &[Wanted],
+        wanted: &[WeightSets],
         firsts: &[usize],
     ) -> Vec<MassArg> {
         let mut masses = Vec::new();
@@ -439,7 +439,7 @@ impl<'a> Wave<'a> {
 }
 
 /// The tokens among `tokens` to whose rows the page is open.
-fn opened(job: &Job<'_>, forest: &Forest<'_>, page: &Listed<'_>, tokens: &Range<u32>) -> Range<u32> {
+fn opened(job: &Job<'_>, forest: &Forest<'_>, page: &ListedPage<'_>, tokens: &Range<u32>) -> Range<u32> {
     let view = &job.views[forest.view];
     let finds = |token: &u32| page.is_open_to(job.floor(view, view.first + token) as i32 - 1);
     let start = tokens.clone().find(finds).unwrap_or(tokens.end);

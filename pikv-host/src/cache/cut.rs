@@ -5,8 +5,8 @@ use crate::base::error::{Error, SaveError};
 use crate::cache::sequence::Sequence;
 use crate::memory::arena::{Lease, Page};
 use crate::pages::cut::Cut;
-use crate::pages::entry::{Away, Held};
-use crate::pages::filing::Layer;
+use crate::pages::entry::{Away, PageState};
+use crate::pages::filing::LayerPages;
 use crate::pages::sealed::Sealed;
 use crate::tiers::Stored;
 use std::collections::{HashSet, VecDeque};
@@ -117,7 +117,7 @@ impl Sequence {
         let cut =
             layers().map(|(layer, shape)| layer.cut(&Cut { pool: &inner.pool, shape, len }, &mut pages));
         let layers =
-            cut.map(|layer| layer.map(Common::new)).collect::<Result<Vec<Common<Layer>>, Error>>()?;
+            cut.map(|layer| layer.map(Common::new)).collect::<Result<Vec<Common<LayerPages>>, Error>>()?;
         pages.flush_copies()?;
         let ring = inner.shape.store.ring;
         let mut tickets = self.tickets.clone();
@@ -284,7 +284,7 @@ impl Sequence {
             let held = entries.flat_map(|(_, run)| &run.entries).map(|entry| &entry.held);
             let ahead = layer.sealed.iter().flat_map(Sealed::held);
             for held in held.chain(layer.past.pages()).chain(ahead) {
-                if let Held::Away(Away { slot, .. }) = held {
+                if let PageState::Away(Away { slot, .. }) = held {
                     told(slot);
                 }
             }

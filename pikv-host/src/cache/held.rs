@@ -5,7 +5,7 @@ use crate::base::ids::{PageId, Place, run_place};
 use crate::cache::sequence::Sequence;
 use crate::codec::HeadCodec;
 use crate::memory::arena::Page;
-use crate::pages::entry::{Away, Entry, Held};
+use crate::pages::entry::{Away, Entry, PageState};
 use crate::tiers::Stored;
 use pikv_core::attend::filled;
 use pikv_core::page::{PAGE, Position};
@@ -69,7 +69,7 @@ impl Sequence {
             run.entries.iter().enumerate().filter_map(move |(i, entry)| {
                 let id = PageId { place: run_place(c), ordinal: entry.ordinal };
                 let away = match &entry.held {
-                    Held::Away(away) => away.slot.rank_page().map(|kept| kept.rank()),
+                    PageState::Away(away) => away.slot.rank_page().map(|kept| kept.rank()),
                     _ => None,
                 };
                 let shard =
@@ -212,12 +212,12 @@ impl<'a> Found<'a> {
 
     fn new(entry: &'a Entry, codec: Option<&'a HeadCodec>) -> Option<Found<'a>> {
         let packed = match &entry.held {
-            Held::Closed(closed) => codec.map(|codec| (closed.newest(codec).1, closed.last)),
-            Held::Away(Away { by: Some(_), .. }) => codec.zip(entry.last()),
+            PageState::Closed(closed) => codec.map(|codec| (closed.newest(codec).1, closed.last)),
+            PageState::Away(Away { by: Some(_), .. }) => codec.zip(entry.last()),
             _ => None,
         };
         let (at, bytes) = match &entry.held {
-            Held::Away(Away { slot, .. }) => (At::Slot(slot), slot.bytes()),
+            PageState::Away(Away { slot, .. }) => (At::Slot(slot), slot.bytes()),
             _ => (At::Page(entry.page()?), entry.bytes()),
         };
         // A lane that lost its token for good may have the position of another token.
@@ -225,8 +225,8 @@ impl<'a> Found<'a> {
         if spans == 0 {
             return None;
         }
-        let aged = matches!(&entry.held, Held::Closed(closed) if closed.old);
-        let open = matches!(entry.held, Held::Open(_)) && entry.fill < PAGE;
+        let aged = matches!(&entry.held, PageState::Closed(closed) if closed.old);
+        let open = matches!(entry.held, PageState::Open(_)) && entry.fill < PAGE;
         Some(Found { at, live: entry.live, spans, packed, open, aged, bytes })
     }
 

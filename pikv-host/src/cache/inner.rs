@@ -10,7 +10,7 @@ use crate::eviction::ranked::Rooms;
 use crate::fabric::Front;
 use crate::memory::arena::Reservation;
 use crate::memory::pool::Pool;
-use crate::pages::filing::Layer;
+use crate::pages::filing::LayerPages;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -32,15 +32,15 @@ pub(crate) struct Inner {
     /// Number of steps begun.
     pub clock: AtomicU64,
     /// Layers of an empty sequence, shared by all empty sequences.
-    pub blank: Vec<Common<Layer>>,
+    pub blank: Vec<Common<LayerPages>>,
 }
 
 /// Builds the layers of an empty sequence.
-pub(crate) fn blank(inner: &CacheShape) -> Vec<Common<Layer>> {
+pub(crate) fn blank(inner: &CacheShape) -> Vec<Common<LayerPages>> {
     let shapes = inner.config.layers.iter().zip(first_heads(&inner.config.layers));
     let rules = inner.stores.iter().zip(&inner.codecs).zip(&inner.rules);
     let layers = shapes.zip(rules).map(|((shape, first), ((store, codecs), rule))| {
-        Common::new(Layer::new(shape, first, *store, codecs.clone(), rule.clone()))
+        Common::new(LayerPages::new(shape, first, *store, codecs.clone(), rule.clone()))
     });
     layers.collect()
 }

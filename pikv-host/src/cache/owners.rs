@@ -11,8 +11,8 @@ use crate::cache::inner::Inner;
 use crate::cache::sequence::Sequence;
 use crate::codec::HeadCodec;
 use crate::memory::arena::{Near, Page};
-use crate::pages::entry::{Away, Closed, Entry, Held};
-use crate::pages::filing::Layer;
+use crate::pages::entry::{Away, Closed, Entry, PageState};
+use crate::pages::filing::LayerPages;
 use crate::pages::run::Run;
 use crate::tiers::{Level, Stored};
 use pikv_core::page::PAGE;
@@ -82,7 +82,7 @@ impl<T> References<T> {
 
 /// A layer of some owners.
 struct Shared<'a> {
-    layer: &'a Layer,
+    layer: &'a LayerPages,
     index: usize,
     /// No rollback of any owner changes pages with positions below this.
     kept: u32,
@@ -125,13 +125,13 @@ impl Entry {
     /// a length that keeps positions below `kept` changes it.
     fn may_go(&self, codec: Option<&HeadCodec>, kept: u32) -> bool {
         match &self.held {
-            Held::Gone { .. } | Held::Away(_) => false,
-            Held::Open(_) => {
+            PageState::Gone { .. } | PageState::Away(_) => false,
+            PageState::Open(_) => {
                 let done =
                     codec.is_none() && self.fill == PAGE && self.last().is_some_and(|last| last < kept);
                 done && self.pending == 0
             }
-            Held::Closed(Closed { original, by, .. }) => {
+            PageState::Closed(Closed { original, by, .. }) => {
                 original.is_none() && *by < kept && self.pending == 0
             }
         }
@@ -140,20 +140,20 @@ impl Entry {
     /// Refers to the moved page.
     fn take(&mut self, moved: &Moved) {
         self.held = match (moved, &self.held) {
-            (Moved::Down(slot), held) => {
+            (Moved::PinnedCopy(slot), held) => {
                 let by = match held {
-                    Held::Closed(closed) => Some(closed.by),
-                    Held::Away(away) => away.by,
-                    Held::Gone { .. } | Held::Open(_) => None,
+                    PageState::Closed(closed) => Some(closed.by),
+                    PageState::Away(away) => away.by,
+                    PageState::Gone { .. } | PageState::Open(_) => None,
                 };
-                Held::Away(Away { slot: slot.clone(), by })
+                PageState::Away(Away { slot: slot.clone(), by })
             }
-            (Moved::Up(page), Held::Away(Away { by: Some(by), slot })) => {
+            (Moved::Up(page), PageState::Away(Away { by: Some(by), slot })) => {
                 let last = slot.positions[self.fill as usize - 1];
                 let packed = page.clone();
-                Held::Closed(Closed { packed, original: None, last, by: *by, old: false, next: None })
+                PageState::Closed(Closed { packed, original: None, last, by: *by, old: false, next: None })
             }
-            (Moved::Up(page), _) => Held::Open(page.clone()),
+            (Moved::Up(page), _) => PageState::Open(page.clone()),
         };
     }
 }
@@ -167,7 +167,7 @@ pub(crate) fn movable<'a>(owners: &'a [Owner<'_>], layers: Range<usize>) -> Vec<
             let Some(key) = entry.key() else { continue };
             // A page is copied back from a lower tier whoever else refers to it there.
             let (tier, bytes, handles) = match (&entry.held, entry.page()) {
-                (Held::Away(Away { slot, .. }), _) => (slot.level.index, slot.bytes(), None),
+                (PageState::Away(Away { slot, .. }), _) => (slot.level.index, slot.bytes(), None),
                 (_, Some(page))
                     if own && list.own && entry.may_go(list.codec, list.kept) && !tied.contains(&key) =>
                 {
@@ -227,7 +227,7 @@ fn lists<'a>(owners: &'a [Owner<'_>], range: Range<usize>) -> (References<List<'
 
 /// A page in the tier to which it moved.
 pub(crate) enum Moved {
-    Down(Arc<Stored>),
+    PinnedCopy(Arc<Stored>),
     Up(Page),
 }
 
@@ -243,7 +243,7 @@ impl Movable<'_> {
             *to = entry.position(*codec, lane).unwrap_or(u32::MAX);
         }
         let slot = match (entry.page(), &entry.held) {
-            (None, Held::Away(Away { slot, .. })) => match slot.in_place() {
+            (None, PageState::Away(Away { slot, .. })) => match slot.in_place() {
                 Some(words) => level.put(words, positions)?,
                 None => level.put(&slot.read()?, positions)?,
             },
@@ -258,7 +258,7 @@ impl Movable<'_> {
     /// # Errors
     /// [`Error::OutOfBudget`], [`Error::OutOfMemory`]; a failed device or lower tier.
     pub fn raised(&self, inner: &Inner) -> Result<Page, Error> {
-        let Held::Away(Away { slot, .. }) = &self.entry.held else {
+        let PageState::Away(Away { slot, .. }) = &self.entry.held else {
             unreachable!("pages of lower tiers move up")
         };
         let ordinal = self.entry.ordinal;
@@ -287,7 +287,7 @@ pub(crate) fn apply(owners: &mut [Owner<'_>], moves: &Moves) -> Vec<bool> {
 struct Rewrite<'m> {
     moves: &'m Moves,
     lists: Rewritten<Entry>,
-    layers: HashMap<usize, (Common<Layer>, Common<Layer>)>,
+    layers: HashMap<usize, (Common<LayerPages>, Common<LayerPages>)>,
     kept: HashMap<usize, (Arc<Sequence>, Arc<Sequence>)>,
 }
 
@@ -321,7 +321,7 @@ impl Rewrite<'_> {
     }
 
     /// Whether the layer changed.
-    fn layer(&mut self, layer: &mut Common<Layer>) -> bool {
+    fn layer(&mut self, layer: &mut Common<LayerPages>) -> bool {
         let (address, holders) = layer.holders();
         if holders > 1
             && let Some((before, after)) = self.layers.get(&address)

@@ -6,9 +6,9 @@ use crate::base::ids::{PageId, Place};
 use crate::cache::inner::Inner;
 use crate::eviction::evict::enforce;
 use crate::memory::arena::{Lease, Page};
-use crate::pages::entry::{Entry, Held};
-use crate::pages::filing::Layer;
-use crate::pages::head::Head;
+use crate::pages::entry::{Entry, PageState};
+use crate::pages::filing::LayerPages;
+use crate::pages::head::HeadPages;
 use crate::router::tickets::Tickets;
 use pikv_core::page::{Position, Resident};
 use std::collections::VecDeque;
@@ -52,7 +52,7 @@ use std::sync::atomic::Ordering;
 pub struct Sequence {
     pub(crate) inner: Arc<Inner>,
     /// Shared with a fork until one of the two changes.
-    pub(crate) layers: Vec<Common<Layer>>,
+    pub(crate) layers: Vec<Common<LayerPages>>,
     pub(crate) len: u32,
     /// First position that the rings of all layers still hold.
     pub(crate) kept: u32,
@@ -214,7 +214,7 @@ impl Sequence {
             return self.distinct_bytes();
         }
         let heads = self.layers.iter().flat_map(|layer| &layer.heads);
-        let bytes = |head: &Head| {
+        let bytes = |head: &HeadPages| {
             let filed = head.runs.iter().flat_map(|(_, c)| &c.entries).map(Entry::bytes);
             head.ring.iter().map(Page::bytes).chain(filed).sum::<u64>()
         };
@@ -223,7 +223,7 @@ impl Sequence {
 
     /// Bytes of pages in the first tier kept only for a rollback.
     pub(crate) fn past_bytes(&self) -> u64 {
-        self.layers.iter().flat_map(|layer| layer.past.pages()).map(Held::bytes).sum()
+        self.layers.iter().flat_map(|layer| layer.past.pages()).map(PageState::bytes).sum()
     }
 
     /// KV heads of each layer.
@@ -236,10 +236,10 @@ impl Sequence {
     /// a sliding window it is in proportion to the tokens held, not to those seen. Lists shared with a fork count in full in each sequence:
     /// for an unchanged fork, everything except a pointer a layer. An empty layer takes only that pointer. O(experts and pages).
     pub fn table_bytes(&self) -> u64 {
-        let lists = self.layers.capacity() * size_of::<Common<Layer>>()
+        let lists = self.layers.capacity() * size_of::<Common<LayerPages>>()
             + self.pins.capacity() * size_of::<Range<u32>>();
         let own = self.layers.iter().zip(&self.inner.blank).filter(|(layer, blank)| !layer.is(blank));
-        let layers: u64 = own.map(|(layer, _)| size_of::<Layer>() as u64 + layer.table_bytes()).sum();
+        let layers: u64 = own.map(|(layer, _)| size_of::<LayerPages>() as u64 + layer.table_bytes()).sum();
         let ends = self.ends.capacity() * size_of::<u32>()
             + self.checkpoints.capacity() * size_of::<Arc<Sequence>>();
         let kept: u64 = self.checkpoints.iter().map(|kept| kept.table_bytes()).sum();
@@ -399,13 +399,13 @@ impl Sequence {
         if self.poisoned { Err(Error::Poisoned) } else { Ok(()) }
     }
 
-    pub(crate) fn layer(&self, layer: usize) -> Result<&Layer, Error> {
+    pub(crate) fn layer(&self, layer: usize) -> Result<&LayerPages, Error> {
         self.sound()?;
         let found = self.layers.get(layer).map(|layer| &**layer);
         found.ok_or(Error::Layer { layer, layers: self.layers.len() })
     }
 
-    pub(crate) fn head(&self, layer: usize, kv_head: usize) -> Result<&Head, Error> {
+    pub(crate) fn head(&self, layer: usize, kv_head: usize) -> Result<&HeadPages, Error> {
         let heads = &self.layer(layer)?.heads;
         heads.get(kv_head).ok_or(Error::KvHead { layer, kv_head, kv_heads: heads.len() as u32 })
     }

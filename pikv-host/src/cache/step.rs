@@ -9,7 +9,7 @@ mod reads;
 
 use crate::attend::executor::Session;
 use crate::attend::executor::Tensors;
-use crate::attend::feedback::Feed;
+use crate::attend::feedback::HeadFeedback;
 use crate::attend::hits::Fetched;
 use crate::attend::options::{Attend, AttendOutput, ReadPages};
 use crate::attend::view::View;
@@ -23,7 +23,7 @@ use crate::cache::owners::Owner;
 use crate::cache::sequence::Sequence;
 use crate::cache::step::bytes::{end_of, sequence_needs};
 use crate::memory::arena::Reservation;
-use crate::pages::entry::{Away, Held};
+use crate::pages::entry::{Away, PageState};
 use crate::tiers::{Prefetched, Stored};
 use pikv_core::page::Position;
 use std::cell::Cell;
@@ -111,7 +111,7 @@ pub(crate) struct Done {
     more: (Vec<u16>, Vec<u8>),
     /// Feedback for the layer's policy, by sequence and head. If `told`, it is from the last `attend` of this step, else from an earlier
     /// step.
-    feeds: Vec<Feed>,
+    feeds: Vec<HeadFeedback>,
     told: bool,
     /// Bytes read from lower tiers.
     remote: u64,
@@ -220,7 +220,7 @@ impl<'a> Step<'a> {
         let heads = self.live().flat_map(move |part| &part.sequence.layers[layer].heads);
         let entries = heads.flat_map(|head| head.runs.iter()).flat_map(|(_, run)| &run.entries);
         entries.filter(|entry| entry.live != 0).filter_map(|entry| match &entry.held {
-            Held::Away(Away { slot, .. }) => Some(slot),
+            PageState::Away(Away { slot, .. }) => Some(slot),
             _ => None,
         })
     }

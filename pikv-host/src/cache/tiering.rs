@@ -6,7 +6,7 @@ use crate::cache::inner::Inner;
 use crate::cache::owners::{Moved, Moves, Owner, apply, movable};
 use crate::cache::parkables::Turn;
 use crate::cache::sequence::Sequence;
-use crate::pages::entry::{Away, Held};
+use crate::pages::entry::{Away, PageState};
 use crate::tiers::Levels;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -169,7 +169,7 @@ impl Sequence {
             for page in &pages {
                 let moved = match to.checked_sub(1) {
                     None => page.raised(&inner).map(Moved::Up),
-                    Some(level) => page.lowered(&levels.levels[level]).map(Moved::Down),
+                    Some(level) => page.lowered(&levels.levels[level]).map(Moved::PinnedCopy),
                 };
                 match moved {
                     Ok(moved) => drop(moves.insert(page.key, moved)),
@@ -192,7 +192,7 @@ impl Sequence {
         let entries = heads.flat_map(|head| head.runs.iter()).flat_map(|(_, run)| &run.entries);
         let past = self.layers.iter().flat_map(|layer| layer.past.pages());
         let bytes = entries.map(|entry| &entry.held).chain(past).filter_map(|held| match held {
-            Held::Away(Away { slot, .. }) if slot.level.index == tier => Some(slot.bytes()),
+            PageState::Away(Away { slot, .. }) if slot.level.index == tier => Some(slot.bytes()),
             _ => None,
         });
         bytes.sum()
@@ -287,7 +287,7 @@ pub(crate) fn lower(levels: &Levels, owners: &mut [Owner<'_>], bytes: u64, whole
             match page.lowered(level) {
                 Ok(slot) => {
                     lowered.keys.push((page.key, Arc::as_ptr(&slot).addr()));
-                    moves.insert(page.key, Moved::Down(slot));
+                    moves.insert(page.key, Moved::PinnedCopy(slot));
                     lowered.freed += page.bytes;
                     break;
                 }

@@ -4,19 +4,19 @@
 //! host waits only for results that it reads. Uploads use a ring of pinned memory, guarded by events. Buffers only
 //! grow, so a step of a size that was seen before allocates nothing.
 
-pub mod downs;
 pub mod driver;
-pub mod lifts;
 pub mod memory;
+pub mod pinned_copies;
 pub mod ring;
 pub mod stream;
 pub mod tensors;
+pub mod upload_buffers;
 pub mod work;
 
-use self::downs::Downs;
-use self::lifts::Lifts;
 use self::memory::Memory;
+use self::pinned_copies::PinnedCopies;
 use self::stream::Stream;
+use self::upload_buffers::UploadBufferPool;
 use self::work::Work;
 use crate::base::error::CudaError;
 use crate::base::error::Error;
@@ -74,8 +74,8 @@ unsafe impl Sync for Kernel {}
 /// A device and the driver's objects on it, dropped in the order of the fields.
 pub(crate) struct Device {
     work: Mutex<Work>,
-    pub lifts: Lifts,
-    pub downs: Downs,
+    pub lifts: UploadBufferPool,
+    pub downs: PinnedCopies,
     pub kernels: Kernels,
     _module: Module,
     pub stream: Stream,
@@ -174,7 +174,7 @@ impl Device {
             fold_entropies: kernel("fold_entropies")?,
             learn_router: kernel("learn_router")?,
         };
-        let (work, lifts, downs) = (Mutex::default(), Lifts::new()?, Downs::default());
+        let (work, lifts, downs) = (Mutex::default(), UploadBufferPool::new()?, PinnedCopies::default());
         Ok(Device { work, lifts, downs, kernels, _module: module, stream, context, name, ordinal })
     }
 

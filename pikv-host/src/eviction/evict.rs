@@ -4,9 +4,9 @@ use crate::base::chunks::Common;
 use crate::base::parallel::each_mut;
 use crate::config::shape::CacheShape;
 use crate::eviction::oldest::oldest;
-use crate::eviction::ranked::{Gone, Ranked, Room, Rooms};
+use crate::eviction::ranked::{Gone, HeadRanking, RankingBuffers, Rooms};
 use crate::metrics::Evicted;
-use crate::pages::filing::Layer;
+use crate::pages::filing::LayerPages;
 use crate::policy::rule::Rule;
 use crate::policy::{Budget, Eviction, Scope, ada_kv};
 use pikv_core::page::PAGE;
@@ -14,7 +14,7 @@ use pikv_core::plan::{LayerShape, StoreShape};
 use smallvec::SmallVec;
 use std::ops::Range;
 
-impl Layer {
+impl LayerPages {
     /// Most tokens in pages outside the sinks that a head may keep at `len`; `own` is the sequence's own budget for a head.
     fn quota(
         &self,
@@ -50,8 +50,8 @@ impl Layer {
 }
 
 /// Heads of a layer that are over their budgets.
-pub(crate) struct Excess<'a> {
-    pub layer: &'a Layer,
+pub(crate) struct OverBudget<'a> {
+    pub layer: &'a LayerPages,
     pub shape: &'a LayerShape,
     pub rule: &'a Rule,
     /// For each head: quota of tokens in pages, and live tokens there.
@@ -64,14 +64,14 @@ pub(crate) struct Excess<'a> {
     shares: bool,
 }
 
-impl<'a> Excess<'a> {
+impl<'a> OverBudget<'a> {
     fn new(
-        layer: &'a Layer,
+        layer: &'a LayerPages,
         shape: &'a LayerShape,
         inner: &CacheShape,
         len: u32,
         own: Option<u32>,
-    ) -> Option<Excess<'a>> {
+    ) -> Option<OverBudget<'a>> {
         let rule = layer.rule.as_deref()?;
         let heads = 0..layer.heads.len();
         let quota = heads.clone().map(|h| layer.quota(inner, shape, rule, h, (len, own))).collect();
@@ -83,7 +83,7 @@ impl<'a> Excess<'a> {
         let lean: Option<SmallVec<[f32; 16]>> = lean.collect();
         let lean = lean.filter(|_| rule.eviction.adaptive.is_none());
         let mut excess =
-            Excess { layer, shape, rule, quota, held, limit, parts: None, shares: lean.is_some() };
+            OverBudget { layer, shape, rule, quota, held, limit, parts: None, shares: lean.is_some() };
         let all = total(&excess.quota);
         if let Some(lean) = lean.filter(|_| total(&excess.held) > all) {
             excess.parts = Some(parts(&excess.quota, &excess.held, &lean, excess.target(all)));
@@ -132,7 +132,7 @@ impl<'a> Excess<'a> {
     }
 
     /// Marks the tokens to evict in the layer's heads.
-    fn victims(&self, ranked: &mut [Ranked<'_>]) {
+    fn victims(&self, ranked: &mut [HeadRanking<'_>]) {
         each_mut(ranked, |h, ranked| {
             let n = self.surplus(h);
             if n > 0 {
@@ -155,13 +155,13 @@ impl<'a> Excess<'a> {
     }
 }
 
-impl Excess<'_> {
+impl OverBudget<'_> {
     /// The tokens to evict if the heads share their budgets by Ada-KV, as indices for each head.
-    fn shared(&self, ranked: &[Ranked<'_>], floor: f32) -> Vec<Vec<usize>> {
+    fn shared(&self, ranked: &[HeadRanking<'_>], floor: f32) -> Vec<Vec<usize>> {
         let quota = total(&self.quota);
         let target = self.target(quota);
         let mut pinned_of_all = 0;
-        let heads: Vec<ada_kv::Head<'_>> = ranked
+        let heads: Vec<ada_kv::HeadTokens<'_>> = ranked
             .iter()
             .enumerate()
             .map(|(h, ranked)| {
@@ -171,7 +171,7 @@ impl Excess<'_> {
                 let share = target as f64 / quota.max(1) as f64;
                 let sure = (f64::from(self.quota[h]) * f64::from(floor) * share) as usize;
                 let positions = ranked.tokens.tokens.iter().map(|token| token.position).collect();
-                ada_kv::Head { utility: &ranked.utility, positions, sure: sure.saturating_sub(pinned) }
+                ada_kv::HeadTokens { utility: &ranked.utility, positions, sure: sure.saturating_sub(pinned) }
             })
             .collect();
         ada_kv::victims(&heads, target.saturating_sub(pinned_of_all))
@@ -216,7 +216,7 @@ fn total(of: &[u32]) -> u64 {
 
 /// Evicts tokens over the budgets of a sequence of `len` tokens, and over the sequence's `own` budget, in tokens of a head.
 pub(crate) fn enforce(
-    layers: &mut [Common<Layer>],
+    layers: &mut [Common<LayerPages>],
     inner: &CacheShape,
     rooms: &Rooms,
     (len, own): (u32, Option<u32>),
@@ -225,7 +225,7 @@ pub(crate) fn enforce(
 ) {
     let shapes = &inner.config.layers;
     let mut excess =
-        layers.iter().zip(shapes).filter_map(|(layer, shape)| Excess::new(layer, shape, inner, len, own));
+        layers.iter().zip(shapes).filter_map(|(layer, shape)| OverBudget::new(layer, shape, inner, len, own));
     if !excess.any(|e| e.any()) {
         return;
     }
@@ -249,15 +249,18 @@ pub(crate) fn enforce(
 
 /// The tokens to evict, with layer and head; none if a page could not be read for a ranking (the next step tries again).
 fn choose(
-    layers: &[Common<Layer>],
+    layers: &[Common<LayerPages>],
     inner: &CacheShape,
     all: &Rooms,
     (len, own): (u32, Option<u32>),
     pins: &[Range<u32>],
 ) -> Vec<(usize, usize, Gone)> {
     let shapes = &inner.config.layers;
-    let excess: Vec<Option<Excess<'_>>> =
-        layers.iter().zip(shapes).map(|(layer, shape)| Excess::new(layer, shape, inner, len, own)).collect();
+    let excess: Vec<Option<OverBudget<'_>>> = layers
+        .iter()
+        .zip(shapes)
+        .map(|(layer, shape)| OverBudget::new(layer, shape, inner, len, own))
+        .collect();
     let mut rooms = all.take();
     let mut gone = Vec::new();
     let sound = (0..layers.len()).all(|l| choose_of(&excess, l, len, pins, &mut rooms, &mut gone));
@@ -273,18 +276,18 @@ fn choose(
 /// Adds to `gone` the tokens to evict in layer `l`, and in later layers that rank together with it; returns `false` if a page could not
 /// be read.
 fn choose_of(
-    excess: &[Option<Excess<'_>>],
+    excess: &[Option<OverBudget<'_>>],
     l: usize,
     len: u32,
     pins: &[Range<u32>],
-    rooms: &mut Vec<Room>,
+    rooms: &mut Vec<RankingBuffers>,
     gone: &mut Vec<(usize, usize, Gone)>,
 ) -> bool {
     let Some(e) = &excess[l] else { return true };
     let Rule { name, scope, .. } = e.rule;
     let scope = *scope;
-    let peer = |e: &Excess<'_>| e.rule.name == *name;
-    let same: SmallVec<[(usize, &Excess<'_>); 1]> = match scope {
+    let peer = |e: &OverBudget<'_>| e.rule.name == *name;
+    let same: SmallVec<[(usize, &OverBudget<'_>); 1]> = match scope {
         Scope::Head | Scope::Layer => [(l, e)].into_iter().collect(),
         Scope::Sequence => {
             let known = excess.iter().enumerate().filter_map(|(l, e)| Some((l, e.as_ref()?)));
@@ -296,8 +299,8 @@ fn choose_of(
         return true;
     }
     let heads = same.iter().flat_map(|(_, e)| (0..e.held.len()).map(move |h| (*e, h)));
-    let mut ranked: Vec<Ranked<'_>> =
-        heads.map(|(e, h)| Ranked::new(e, h, len, rooms.pop().unwrap_or_default())).collect();
+    let mut ranked: Vec<HeadRanking<'_>> =
+        heads.map(|(e, h)| HeadRanking::new(e, h, len, rooms.pop().unwrap_or_default())).collect();
     each_mut(&mut ranked, |_, ranked| {
         let (e, h) = (ranked.excess, ranked.head);
         // A head within its budget is ranked only if other heads need its utilities.
@@ -325,12 +328,12 @@ fn choose_of(
             rest = others;
         }
     }
-    rooms.extend(ranked.into_iter().map(Ranked::room));
+    rooms.extend(ranked.into_iter().map(HeadRanking::room));
     sound
 }
 
 /// Replaces utilities by their sums over all heads, by position. Takes up to 8 bytes for each token of each head.
-fn agree(ranked: &mut [Ranked<'_>]) {
+fn agree(ranked: &mut [HeadRanking<'_>]) {
     let tokens = ranked.iter().flat_map(|ranked| &ranked.tokens.tokens);
     let mut positions: Vec<u32> = tokens.map(|token| token.position).collect();
     positions.sort_unstable();
@@ -350,7 +353,7 @@ fn agree(ranked: &mut [Ranked<'_>]) {
             sums[place(&mut at, token.position)] += utility;
         }
     }
-    for Ranked { tokens, utility, .. } in ranked {
+    for HeadRanking { tokens, utility, .. } in ranked {
         let mut at = 0;
         for (token, utility) in tokens.tokens.iter().zip(utility) {
             *utility = sums[place(&mut at, token.position)];

@@ -1,7 +1,7 @@
 //! Passes a step to a layer's policy, and counts hits and misses for routers and sinks.
 
-use crate::attend::feedback::Feed;
-use crate::attend::mass::Weighed;
+use crate::attend::feedback::HeadFeedback;
+use crate::attend::mass::PageWeights;
 use crate::base::chunks::Chunks;
 use crate::base::ids::{PageId, Place, run_place};
 use crate::base::parallel::MANY;
@@ -14,9 +14,9 @@ use crate::memory::pool::Pool;
 use crate::metrics::Reused;
 use crate::metrics::report::StepReport;
 use crate::pages::entry::Entry;
-use crate::pages::filing::Layer;
+use crate::pages::filing::LayerPages;
 use crate::pages::find::Finder;
-use crate::pages::head::Head;
+use crate::pages::head::HeadPages;
 use crate::pages::run::Run;
 use crate::pages::tags::Tags;
 use crate::policy::page::TokenPage;
@@ -40,7 +40,7 @@ struct Moved {
     lane: u32,
 }
 
-impl Layer {
+impl LayerPages {
     /// Calls the policy for the rows of a step, after tokens that left the ring are filed. The policy sees each row as if
     /// the step had ended with it: the tokens in the ring, and the page of each token, are those at that length.
     ///
@@ -52,11 +52,11 @@ impl Layer {
         shape: &LayerShape,
         old: u32,
         new: u32,
-        feeds: &mut [Feed],
+        feeds: &mut [HeadFeedback],
         reused: Option<&mut Vec<Reused>>,
     ) {
         let sharing = self.sharing(inner, shape);
-        let Layer { heads, store, rule, codecs, tags, first_tile, filed, .. } = self;
+        let LayerPages { heads, store, rule, codecs, tags, first_tile, filed, .. } = self;
         let Some(rule) = rule.as_deref().filter(|rule| rule.keeps()) else { return };
         let observation = Observation {
             rule,
@@ -74,9 +74,9 @@ impl Layer {
         };
         let pages: usize = feeds.iter().map(|feed| feed.weighed.pages.len()).sum();
         let mut told = feeds.iter_mut();
-        let mut heads: SmallVec<[(&mut Head, Option<&mut Feed>); 16]> =
+        let mut heads: SmallVec<[(&mut HeadPages, Option<&mut HeadFeedback>); 16]> =
             heads.iter_mut().map(|head| (head, told.next())).collect();
-        let tell = |h: usize, (head, feed): &mut (&mut Head, Option<&mut Feed>)| {
+        let tell = |h: usize, (head, feed): &mut (&mut HeadPages, Option<&mut HeadFeedback>)| {
             observation.tell(h, head, feed.as_deref_mut());
         };
         if pages >= MANY {
@@ -102,7 +102,7 @@ impl Layer {
         l: usize,
         part: usize,
         rows: Range<u32>,
-        feeds: &[Feed],
+        feeds: &[HeadFeedback],
         report: &mut StepReport,
     ) {
         let StepReport { experts, hits, misses, held, lost, by_part, remote, .. } = report;
@@ -146,18 +146,18 @@ impl Layer {
 
 /// A page by its index. Its entry is loaded only when the policy asks for it: most policies do not, and it is not in the caches.
 #[derive(Debug)]
-struct ListedPage<'a> {
+struct LazyPage<'a> {
     entries: &'a Chunks<Entry>,
     i: usize,
 }
 
-impl ListedPage<'_> {
+impl LazyPage<'_> {
     fn get(&self) -> &Entry {
         &self.entries[self.i]
     }
 }
 
-impl TokenPage for ListedPage<'_> {
+impl TokenPage for LazyPage<'_> {
     fn position(&self, codec: Option<&HeadCodec>, lane: u32) -> Option<u32> {
         self.get().position(codec, lane)
     }
@@ -208,7 +208,7 @@ struct Cut<'a> {
 
 impl Observation<'_> {
     /// Passes the rows of one head to the policy.
-    fn tell(&self, h: usize, head: &mut Head, mut feed: Option<&mut Feed>) {
+    fn tell(&self, h: usize, head: &mut HeadPages, mut feed: Option<&mut HeadFeedback>) {
         let Observation { rule, inner, shape, old, .. } = *self;
         let ring = inner.store.ring;
         let moved = self.moved(h, head, ring.left(old));
@@ -262,8 +262,8 @@ impl Observation<'_> {
     }
 
     /// Passes the pages of a head to the policy, one by one.
-    fn pages(&self, h: usize, head: &mut Head, feed: &mut Feed, cut: &Cut<'_>) {
-        let Feed { weighed, reused, .. } = feed;
+    fn pages(&self, h: usize, head: &mut HeadPages, feed: &mut HeadFeedback, cut: &Cut<'_>) {
+        let HeadFeedback { weighed, reused, .. } = feed;
         let mut at = 0;
         while let Some(PageId { place, .. }) = weighed.pages.get(at) {
             at = match place {
@@ -292,7 +292,14 @@ impl Observation<'_> {
     }
 
     /// Observes pages of the ring from index `from` on; returns the index of the first page elsewhere.
-    fn ring(&self, h: usize, head: &mut Head, weighed: &Weighed, from: usize, cut: &Cut<'_>) -> usize {
+    fn ring(
+        &self,
+        h: usize,
+        head: &mut HeadPages,
+        weighed: &PageWeights,
+        from: usize,
+        cut: &Cut<'_>,
+    ) -> usize {
         let mut kept = head.ring.states_mut().version_mut(self.rule.version(cut.len));
         let mut at = from;
         while let Some(&page) = weighed.pages.get(at).filter(|page| page.place == Place::Ring) {
@@ -317,7 +324,7 @@ impl Observation<'_> {
         &self,
         h: usize,
         run: &mut Run,
-        weighed: &Weighed,
+        weighed: &PageWeights,
         from: usize,
         cut: &Cut<'_>,
         reused: &mut Vec<Reused>,
@@ -338,7 +345,7 @@ impl Observation<'_> {
             let Some((mut mass, mut live)) = weighed.cut(at - 1, cut.index) else { continue };
             let Some(i) = finder.index(page.ordinal) else { continue };
             let Some((rows, used)) = kept.page_mut(i) else { continue };
-            let entry = ListedPage { entries, i };
+            let entry = LazyPage { entries, i };
             let own;
             if page.ordinal >= new {
                 let entry = entry.get();
@@ -367,7 +374,7 @@ impl Observation<'_> {
     }
 
     /// Tokens from position `from` on that are in pages of experts, by position.
-    fn moved(&self, h: usize, head: &Head, from: u32) -> SmallVec<[Moved; 4]> {
+    fn moved(&self, h: usize, head: &HeadPages, from: u32) -> SmallVec<[Moved; 4]> {
         let codec = self.codecs[h].as_ref();
         let mut moved: SmallVec<[Moved; 4]> = SmallVec::new();
         // Mostly one token. Other runs are skipped, because each would be fetched from memory.
@@ -395,7 +402,7 @@ impl Observation<'_> {
     }
 
     /// Copies the version of length `from` to that of length `to`.
-    fn turn(&self, head: &mut Head, from: u32, to: u32) {
+    fn turn(&self, head: &mut HeadPages, from: u32, to: u32) {
         let rule = self.rule;
         if rule.versions == 1 {
             return;
@@ -408,8 +415,8 @@ impl Observation<'_> {
     }
 
     /// Copies the policy's state of tokens from the ring to their pages, as of `len` tokens.
-    fn carry(&self, head: &mut Head, moved: &[Moved], len: u32) {
-        let Head { runs, ring, .. } = head;
+    fn carry(&self, head: &mut HeadPages, moved: &[Moved], len: u32) {
+        let HeadPages { runs, ring, .. } = head;
         let version = self.rule.version(len);
         for token in moved {
             let tile = (token.position / PAGE).wrapping_sub(self.first_tile) as usize;
@@ -427,7 +434,7 @@ fn of_lanes(mass: &[f32; LANES], lanes: u32) -> [f32; LANES] {
 }
 
 /// Moves the masses of tokens from the ring to their pages.
-fn follow(weighed: &mut Weighed, cut: usize, moved: &[Moved]) {
+fn follow(weighed: &mut PageWeights, cut: usize, moved: &[Moved]) {
     if moved.is_empty() {
         return;
     }

@@ -2,7 +2,7 @@
 
 use crate::codec::HeadCodec;
 use crate::eviction::ranked::{AHEAD, Gone};
-use crate::pages::entry::{Entry, Held};
+use crate::pages::entry::{Entry, PageState};
 use crate::pages::run::Run;
 use crate::pages::runs::Runs;
 use crate::policy::pinned;
@@ -29,7 +29,7 @@ impl Cursor<'_> {
             self.at += 1;
             let ahead = |pages: usize| self.of.entries.get(self.at + pages);
             ahead(2 * AHEAD).into_iter().for_each(fetch);
-            if let Some(Entry { held: Held::Open(page), .. }) = ahead(AHEAD) {
+            if let Some(Entry { held: PageState::Open(page), .. }) = ahead(AHEAD) {
                 fetch(page.positions());
             }
             self.left = self.of.entries.get(self.at)?.live;

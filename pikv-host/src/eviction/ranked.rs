@@ -2,8 +2,8 @@
 
 use crate::base::huge_pages;
 use crate::base::scratch::emptied;
-use crate::eviction::evict::Excess;
-use crate::pages::entry::{Entry, Held};
+use crate::eviction::evict::OverBudget;
+use crate::pages::entry::{Entry, PageState};
 use crate::policy::{Candidate, Candidates, Source, order_bits, pinned, worst, worth};
 use pikv_core::page::PAGE;
 use pikv_lanes::fetch;
@@ -13,7 +13,7 @@ use std::sync::{Mutex, PoisonError};
 
 /// Buffers of a ranking: 12 bytes for each token, 52 for each page.
 #[derive(Debug, Default)]
-pub(crate) struct Room {
+pub(crate) struct RankingBuffers {
     pages: Vec<Source<'static>>,
     tokens: Vec<Candidate>,
     utility: Vec<f32>,
@@ -23,16 +23,16 @@ pub(crate) struct Room {
 /// Buffers of a cache, as large as its largest rankings, so that the system does not map memory for each
 /// ranking.
 #[derive(Debug, Default)]
-pub(crate) struct Rooms(Mutex<Vec<Room>>);
+pub(crate) struct Rooms(Mutex<Vec<RankingBuffers>>);
 
 impl Rooms {
     /// Takes all buffers that no other thread has taken.
-    pub fn take(&self) -> Vec<Room> {
+    pub fn take(&self) -> Vec<RankingBuffers> {
         mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Returns buffers; if another thread returned some meanwhile, the longer list is kept.
-    pub fn give(&self, rooms: Vec<Room>) {
+    pub fn give(&self, rooms: Vec<RankingBuffers>) {
         let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if rooms.len() > held.len() {
             *held = rooms;
@@ -47,8 +47,8 @@ pub(crate) const AHEAD: usize = 8;
 pub(crate) type Gone = (usize, u32, u32);
 
 /// Candidates for eviction in a head.
-pub(crate) struct Ranked<'a> {
-    pub excess: &'a Excess<'a>,
+pub(crate) struct HeadRanking<'a> {
+    pub excess: &'a OverBudget<'a>,
     pub head: usize,
     pub tokens: Candidates<'a>,
     pub utility: Vec<f32>,
@@ -58,11 +58,11 @@ pub(crate) struct Ranked<'a> {
     pub unranked: Vec<Gone>,
 }
 
-impl<'a> Ranked<'a> {
+impl<'a> HeadRanking<'a> {
     /// An empty list of candidates for a head.
-    pub fn new(excess: &'a Excess<'a>, head: usize, len: u32, room: Room) -> Ranked<'a> {
+    pub fn new(excess: &'a OverBudget<'a>, head: usize, len: u32, room: RankingBuffers) -> HeadRanking<'a> {
         let (rule, layer) = (excess.rule, excess.layer);
-        let Room { pages, mut tokens, mut utility, mut lanes } = room;
+        let RankingBuffers { pages, mut tokens, mut utility, mut lanes } = room;
         tokens.clear();
         utility.clear();
         lanes.clear();
@@ -79,18 +79,18 @@ impl<'a> Ranked<'a> {
             frequencies: rule.frequencies.as_ref(),
             away: Default::default(),
         };
-        Ranked { excess, head, tokens, utility, lanes, unranked: Vec::new() }
+        HeadRanking { excess, head, tokens, utility, lanes, unranked: Vec::new() }
     }
 
     /// Returns the buffers for reuse.
-    pub fn room(self) -> Room {
+    pub fn room(self) -> RankingBuffers {
         let Candidates { pages, tokens, .. } = self.tokens;
-        Room { pages: emptied(pages), tokens, utility: self.utility, lanes: self.lanes }
+        RankingBuffers { pages: emptied(pages), tokens, utility: self.utility, lanes: self.lanes }
     }
 
     /// Lists the tokens that are not pinned, and calls the policy for their utility.
     pub fn rank(&mut self, pins: &[Range<u32>]) {
-        let Ranked { excess: e, tokens, utility, .. } = self;
+        let HeadRanking { excess: e, tokens, utility, .. } = self;
         let (head, version) = (&e.layer.heads[self.head], e.rule.version(tokens.now));
         let held = e.held[self.head] as usize;
         huge_pages::reserve(&mut tokens.tokens, held);
@@ -99,7 +99,7 @@ impl<'a> Ranked<'a> {
         for (c, run) in head.runs.experts() {
             runs += usize::from(run.live() > 0);
             for (i, entry) in run.entries.walk().enumerate().filter(|(_, entry)| entry.live != 0) {
-                if let Some(Entry { held: Held::Open(page), .. }) = run.entries.get(i + AHEAD) {
+                if let Some(Entry { held: PageState::Open(page), .. }) = run.entries.get(i + AHEAD) {
                     fetch(page.positions());
                 }
                 let rows = run.kept.rows(i, version).unwrap_or_default();
@@ -129,14 +129,14 @@ impl<'a> Ranked<'a> {
 
     /// Marks the tokens with a utility below `limit`.
     pub fn below(&mut self, limit: f32) {
-        let Ranked { tokens, utility, lanes, .. } = self;
+        let HeadRanking { tokens, utility, lanes, .. } = self;
         let below = tokens.tokens.iter().zip(utility).filter(|(_, utility)| worth(**utility) < limit);
         below.for_each(|(token, _)| mark(lanes, *token));
     }
 
     /// Marks the `n` tokens with the lowest utility; the older one first in a tie.
     pub fn worst(&mut self, n: usize) {
-        let Ranked { tokens, utility, lanes, .. } = self;
+        let HeadRanking { tokens, utility, lanes, .. } = self;
         worst(utility, n, |i| mark(lanes, tokens.tokens[i]));
     }
 
@@ -182,7 +182,7 @@ fn push<'a>(to: &mut Candidates<'a>, entry: &'a Entry, page: Source<'a>, pins: &
     let lanes = entry.live;
     let first = to.pages.len() as u32 * PAGE;
     let before = to.tokens.len();
-    if let (Held::Open(held), u32::MAX) = (&entry.held, lanes) {
+    if let (PageState::Open(held), u32::MAX) = (&entry.held, lanes) {
         let all = (first..).zip(held.positions());
         to.tokens.extend(all.map(|(at, position)| Candidate { position: *position, at }));
     } else {

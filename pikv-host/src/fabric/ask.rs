@@ -39,11 +39,11 @@ pub(crate) struct Ask<'a> {
     /// `[rows][query_cols]` rows of queries folded by the codec.
     pub folded: &'a [[f32; LANES]],
     pub start: &'a [f32],
-    pub blocks: Vec<SmallVec<[Listed<'a>; BLOCK]>>,
+    pub blocks: Vec<SmallVec<[AskedPage<'a>; BLOCK]>>,
 }
 
 /// A page of a question.
-pub(crate) struct Listed<'a> {
+pub(crate) struct AskedPage<'a> {
     pub page: &'a Page,
     pub live: u32,
     pub last: u32,
@@ -98,7 +98,7 @@ impl<'a> Ask<'a> {
     /// The rotation that its keys still need, and the last position to rotate to; `None` for keys that come rotated.
     pub fn turned(&self) -> Option<(usize, u32)> {
         self.shape.rope?;
-        let last = |of: &Listed<'_>| {
+        let last = |of: &AskedPage<'_>| {
             let positions = of.page.words().iter().zip(0..LANES).filter(|(_, lane)| of.live >> lane & 1 == 1);
             match self.codec {
                 Some(_) => of.last,
@@ -116,7 +116,7 @@ impl<'a> Ask<'a> {
     /// Number of words of its answer.
     pub fn answer_words(&self) -> usize {
         let len = Partial::len(self.rows, self.acc_rows());
-        let raw = |pages: &SmallVec<[Listed<'_>; BLOCK]>| {
+        let raw = |pages: &SmallVec<[AskedPage<'_>; BLOCK]>| {
             if self.raw { self.rows * pages.len() * LANES } else { 0 }
         };
         if self.merged { len } else { self.blocks.iter().map(|pages| len + raw(pages)).sum() }
@@ -170,7 +170,7 @@ impl<'a> Ask<'a> {
             match self.codec {
                 Some(codec) => {
                     let refs = pages.iter().map(|of| {
-                        let Listed { page, live, last, by } = *of;
+                        let AskedPage { page, live, last, by } = *of;
                         PackedRef { words: page.words(), live, last, by }
                     });
                     let list: SmallVec<[PackedRef<'_>; BLOCK]> = refs.collect();

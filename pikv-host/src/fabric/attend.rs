@@ -7,11 +7,11 @@ use super::wire::{self, flag};
 use crate::attend::cpu::Cpu;
 use crate::attend::executor::Cut;
 use crate::attend::executor::{Executor, Results};
-use crate::attend::feedback::Feed;
+use crate::attend::feedback::HeadFeedback;
 use crate::attend::forest::Forest;
 use crate::attend::job::Elsewhere;
 use crate::attend::job::{Item, Job, TILE, Widest};
-use crate::attend::mass::Wanted;
+use crate::attend::mass::WeightSets;
 use crate::attend::queries::{SCRATCH, Scratch};
 use crate::base::error::Error;
 use crate::base::error::FabricError;
@@ -374,7 +374,7 @@ impl Executor for Front {
         &self,
         job: &mut Job<'_>,
         forests: &[Forest<'_>],
-        wanted: Option<&[Wanted]>,
+        wanted: Option<&[WeightSets]>,
         results: Results<'_>,
         cut: &mut Cut,
     ) -> Result<(), Error> {
@@ -391,10 +391,10 @@ fn attend(
     front: &Front,
     job: &mut Job<'_>,
     forests: &[Forest<'_>],
-    wanted: Option<&[Wanted]>,
+    wanted: Option<&[WeightSets]>,
     out: &SharedRows<'_>,
     lse: &Shared<'_>,
-    feeds: &mut [Feed],
+    feeds: &mut [HeadFeedback],
 ) -> Result<(), Error> {
     let options = AskOptions { raw: wanted.is_some(), fast: front.fast && wanted.is_none() };
     let step = if options.raw { job.whole() } else { TILE };

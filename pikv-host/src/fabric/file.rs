@@ -11,8 +11,8 @@ use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::Page;
 use crate::memory::pool::Pool;
-use crate::pages::entry::{Closed, Entry, Held};
-use crate::pages::filing::Layer;
+use crate::pages::entry::{Closed, Entry, PageState};
+use crate::pages::filing::LayerPages;
 use crate::pages::run::Run;
 use crate::tiers::Stored;
 use crate::tiers::replica::{Block, Copies, Copy, Mirror, Mirrors, RankPage, RunId};
@@ -84,10 +84,10 @@ pub(crate) struct Sent {
 /// other sequence holds it, unless the run's list is shared. The caller checks for tied pages.
 fn may_go(entry: &Entry, codec: bool, kept: u32) -> bool {
     let page = match &entry.held {
-        Held::Gone { .. } | Held::Away(_) => return false,
-        Held::Open(_) if codec || entry.fill < PAGE => return false,
-        Held::Open(page) => entry.last().filter(|last| *last < kept).map(|_| page),
-        Held::Closed(Closed { packed, by, .. }) => (*by < kept).then_some(packed),
+        PageState::Gone { .. } | PageState::Away(_) => return false,
+        PageState::Open(_) if codec || entry.fill < PAGE => return false,
+        PageState::Open(page) => entry.last().filter(|last| *last < kept).map(|_| page),
+        PageState::Closed(Closed { packed, by, .. }) => (*by < kept).then_some(packed),
     };
     entry.pending == 0 && page.is_some_and(|page| !page.is_shared())
 }
@@ -103,7 +103,7 @@ impl Run {
         let (from, to) = (self.before(block * BLOCK as u32), self.before((block + 1) * BLOCK as u32));
         let mut common: Option<Result<Vec<u32>, FabricError>> = None;
         for entry in self.entries.range(from..to) {
-            let Held::Away(away) = &entry.held else { continue };
+            let PageState::Away(away) = &entry.held else { continue };
             let Some(kept) = away.slot.rank_page() else { continue };
             let copies = kept.copies();
             let alive = copies.iter().map(|copy| copy.rank).filter(|rank| link.check(*rank).is_ok());
@@ -128,8 +128,8 @@ impl Run {
         let mut at = self.sent();
         for entry in self.from(at) {
             match entry.held {
-                Held::Away(_) => at = entry.ordinal + 1,
-                Held::Gone { .. } => {}
+                PageState::Away(_) => at = entry.ordinal + 1,
+                PageState::Gone { .. } => {}
                 _ => break,
             }
         }
@@ -190,7 +190,7 @@ impl Run {
         let mirror = list.iter().find(|mirror| mirror.ordinal == ordinal)?;
         let Some(entry) = self.entry(ordinal) else { return Some(mirror) };
         // A packed page is sent whole.
-        let needed = if matches!(entry.held, Held::Closed(_)) { PAGE } else { entry.fill };
+        let needed = if matches!(entry.held, PageState::Closed(_)) { PAGE } else { entry.fill };
         // A page that is also shared on the front was not written since.
         let shared = Arc::strong_count(&mirror.copy) > 1;
         let same = self.shares_at(ordinal) || entry.page().is_some_and(Page::is_shared);
@@ -230,7 +230,7 @@ struct Aside<'a> {
 
 /// The head and run of some pages.
 #[derive(Clone, Copy)]
-struct Whose<'a> {
+struct HeadRun<'a> {
     run: RunId,
     layout: &'a Layout,
     codec: Option<&'a HeadCodec>,
@@ -246,7 +246,7 @@ impl Front {
         &self,
         inner: &CacheShape,
         l: usize,
-        layers: impl Iterator<Item = &'a Layer>,
+        layers: impl Iterator<Item = &'a LayerPages>,
     ) -> Result<(), Error> {
         let mut link = self.link();
         let mut aside = Aside::default();
@@ -254,7 +254,7 @@ impl Front {
             for (h, head) in layer.heads.iter().enumerate() {
                 let (layout, codec) = (&inner.config.layers[l].layout, layer.codecs[h].as_ref());
                 for (c, run) in head.runs.experts() {
-                    let whose = Whose { run: run_id(l, h, c), layout, codec };
+                    let whose = HeadRun { run: run_id(l, h, c), layout, codec };
                     self.set_aside_of(&link, run, whose, &[], &mut aside);
                 }
             }
@@ -275,7 +275,7 @@ impl Front {
 
     /// The same for all layers with a policy, which may just have compacted pages, of several sequences. A rank without room refuses reads
     /// until it has room.
-    pub fn set_aside_thinned(&self, pool: &Pool, sequences: &[&[Common<Layer>]]) {
+    pub fn set_aside_thinned(&self, pool: &Pool, sequences: &[&[Common<LayerPages>]]) {
         for (l, _) in pool.shape.rules.iter().enumerate().filter(|(_, rule)| rule.is_some()) {
             if self.set_aside(&pool.shape, l, sequences.iter().map(|layers| &*layers[l])).is_err() {
                 pool.failures.uncompacted();
@@ -288,16 +288,16 @@ impl Front {
         &self,
         link: &Link,
         run: &'a Run,
-        whose: Whose<'_>,
+        whose: HeadRun<'_>,
         going: &[(u32, Copies)],
         aside: &mut Aside<'a>,
     ) {
-        let Whose { run: id, layout, codec } = whose;
+        let HeadRun { run: id, layout, codec } = whose;
         let here = run.unsent().filter(|(ordinal, entry)| {
             let read = match entry.held {
-                Held::Open(_) => codec.is_none(),
-                Held::Closed(_) => true,
-                Held::Gone { .. } | Held::Away(_) => false,
+                PageState::Open(_) => codec.is_none(),
+                PageState::Closed(_) => true,
+                PageState::Gone { .. } | PageState::Away(_) => false,
             };
             read && going.iter().all(|(gone, _)| gone != ordinal)
         });
@@ -326,7 +326,7 @@ impl Front {
     pub fn send<'a>(
         self: &Arc<Self>,
         inner: &CacheShape,
-        parts: impl Iterator<Item = (&'a [Common<Layer>], u32)>,
+        parts: impl Iterator<Item = (&'a [Common<LayerPages>], u32)>,
     ) -> Result<Vec<Vec<Sent>>, Error> {
         let mut link = self.link();
         link.unsure = true;
@@ -339,7 +339,7 @@ impl Front {
         self: &Arc<Self>,
         link: &mut Link,
         inner: &CacheShape,
-        parts: impl Iterator<Item = (&'a [Common<Layer>], u32)>,
+        parts: impl Iterator<Item = (&'a [Common<LayerPages>], u32)>,
     ) -> Result<Vec<Vec<Sent>>, FabricError> {
         let mut aside = Aside::default();
         let mut all = Vec::new();
@@ -361,7 +361,7 @@ impl Front {
                             sent.push(Sent { layer: l, head: h, run: c, ordinal, slot });
                         }
                         let whose =
-                            Whose { run: run_id(l, h, c), layout: &inner.config.layers[l].layout, codec };
+                            HeadRun { run: run_id(l, h, c), layout: &inner.config.layers[l].layout, codec };
                         self.set_aside_of(link, run, whose, &going, &mut aside);
                     }
                 }
@@ -431,7 +431,7 @@ impl Front {
     }
 
     /// Replaces local pages by the copies on ranks.
-    pub fn place(&self, layers: &mut [Common<Layer>], sent: Vec<Sent>, kept: u32) {
+    pub fn place(&self, layers: &mut [Common<LayerPages>], sent: Vec<Sent>, kept: u32) {
         for Sent { layer, head, run, ordinal, slot } in sent {
             let codecs = layers[layer].codecs.clone();
             let codec = codecs[head].as_ref();
@@ -445,10 +445,10 @@ impl Front {
             let entry = run.entry_mut(ordinal).filter(|_| !tied);
             if let Some(entry) = entry.filter(|entry| may_go(entry, codec.is_some(), kept) && same(entry)) {
                 let by = match &entry.held {
-                    Held::Closed(closed) => Some(closed.by),
+                    PageState::Closed(closed) => Some(closed.by),
                     _ => None,
                 };
-                entry.held = Held::Away(crate::pages::entry::Away { slot, by });
+                entry.held = PageState::Away(crate::pages::entry::Away { slot, by });
             }
             run.pass_sent();
         }

@@ -138,7 +138,7 @@ impl Schedule {
 
 /// A head's blocks on a rank, the full pages in them, and their pages that are not full (only if pages are not packed).
 #[derive(Clone, Copy, Default)]
-struct Held {
+struct RankBlocks {
     blocks: u64,
     pages: u64,
     fills: u64,
@@ -151,7 +151,7 @@ struct Read<'a> {
     shape: &'a LayerShape,
     codecs: &'a [Option<HeadCodec>],
     /// `[rank][head]`.
-    held: Vec<Held>,
+    held: Vec<RankBlocks>,
     /// For each rank: blocks of experts that it has of at least one head.
     some: Vec<u64>,
     /// Blocks of each head on all ranks.
@@ -169,7 +169,7 @@ impl<'a> Read<'a> {
         of: impl Fn(u32, u16, u32) -> u32,
     ) -> Read<'a> {
         let heads = shape.kv_heads;
-        let mut held = vec![Held::default(); ranks as usize * heads as usize];
+        let mut held = vec![RankBlocks::default(); ranks as usize * heads as usize];
         // With the last block counted for the rank, from 1 on.
         let mut some = vec![(0, 0); ranks as usize];
         let mut blocks = 0;
@@ -206,7 +206,7 @@ impl<'a> Read<'a> {
     }
 
     /// The blocks of each head.
-    fn on(&self, rank: usize) -> impl Iterator<Item = &Held> {
+    fn on(&self, rank: usize) -> impl Iterator<Item = &RankBlocks> {
         let heads = self.codecs.len();
         self.held[rank * heads..(rank + 1) * heads].iter()
     }
@@ -217,7 +217,7 @@ impl<'a> Read<'a> {
         let group = u64::from(shape.group());
         let (mut asked, mut answered, mut messages, mut last) = (0, 0, 0, None);
         for ((held, codec), wave) in self.on(rank).zip(codecs.iter()).zip(waves) {
-            let Held { blocks, pages, fills, .. } = *held;
+            let RankBlocks { blocks, pages, fills, .. } = *held;
             if blocks == 0 {
                 continue;
             }

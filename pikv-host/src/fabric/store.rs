@@ -1,6 +1,6 @@
 //! The store of a rank: pages by id, and the answers to messages.
 
-use super::ask::{Ask, Listed};
+use super::ask::{Ask, AskedPage};
 use crate::base::error::CudaError;
 use crate::base::error::Error;
 use crate::base::error::FabricError;
@@ -363,7 +363,7 @@ impl RankStore {
                 if page.bytes() != bytes {
                     return Err(CUT);
                 }
-                block.push(Listed { page, live, last, by });
+                block.push(AskedPage { page, live, last, by });
             }
             ask.blocks.push(block);
         }

@@ -5,7 +5,7 @@ use crate::base::error::Error;
 use crate::base::ids::{Place, run_place};
 use crate::memory::arena::{Near, Page};
 use crate::memory::pool::Pool;
-use crate::pages::entry::{Away, Entry, Held};
+use crate::pages::entry::{Away, Entry, PageState};
 use crate::pages::homes::Homes;
 use crate::pages::past::{Before, Compacted, Was, Went};
 use crate::pages::run::Run;
@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 /// The run of a compaction.
 #[derive(Clone, Copy)]
-pub(crate) struct Whose<'a> {
+pub(crate) struct CompactedRun<'a> {
     pub pool: &'a Pool,
     pub shape: &'a LayerShape,
     /// Index of the KV head over all layers.
@@ -81,7 +81,7 @@ struct Ready {
     bounds: VecDeque<Option<Box<[[f32; LANES]]>>>,
 }
 
-impl Whose<'_> {
+impl CompactedRun<'_> {
     /// Whether pages lie on a device.
     fn is_far(&self) -> bool {
         !self.pool.shape.config.backend.is_cpu()
@@ -98,7 +98,12 @@ impl Run {
     ///
     /// # Errors
     /// No memory for a copy of a shared page; a failed lower tier or device. The run is then unchanged.
-    pub fn compact(&mut self, whose: &Whose<'_>, kept: u32, noted: bool) -> Result<Option<Compacted>, Error> {
+    pub fn compact(
+        &mut self,
+        whose: &CompactedRun<'_>,
+        kept: u32,
+        noted: bool,
+    ) -> Result<Option<Compacted>, Error> {
         let Some((end, live)) = self.thinned(kept) else { return Ok(None) };
         let mut plan = self.plan(whose, end, live)?;
         // Everything that can fail comes before the run changes.
@@ -120,9 +125,11 @@ impl Run {
         }
         self.dead = self.count_dead();
         let still = |entry: &&Entry| match &entry.held {
-            Held::Gone { .. } => true,
-            Held::Open(_) | Held::Away(Away { by: None, .. }) => entry.fill == PAGE && entry.pending == 0,
-            Held::Closed(_) | Held::Away(_) => false,
+            PageState::Gone { .. } => true,
+            PageState::Open(_) | PageState::Away(Away { by: None, .. }) => {
+                entry.fill == PAGE && entry.pending == 0
+            }
+            PageState::Closed(_) | PageState::Away(_) => false,
         };
         let mut end = self.entries.iter().take_while(still).count();
         // Positions ascend, so pages that a rollback can reach are at the end: the search stops at the first other page.
@@ -143,7 +150,7 @@ impl Run {
     ///
     /// # Errors
     /// No memory for a page that is needed.
-    fn plan(&self, whose: &Whose<'_>, end: usize, live: u32) -> Result<Plan, Error> {
+    fn plan(&self, whose: &CompactedRun<'_>, end: usize, live: u32) -> Result<Plan, Error> {
         let targets = self.targets(whose, end, live.div_ceil(PAGE) as usize)?;
         // From the newest token back: a destination is never before its source, so no token is overwritten before it moves.
         let mut moves = Vec::with_capacity(live as usize);
@@ -164,16 +171,16 @@ impl Run {
     ///
     /// # Errors
     /// A failed lower tier or device.
-    fn prepare(&self, whose: &Whose<'_>, plan: &Plan) -> Result<Ready, Error> {
+    fn prepare(&self, whose: &CompactedRun<'_>, plan: &Plan) -> Result<Ready, Error> {
         let Plan { end, targets, moves, filled } = plan;
         let (shape, layout, rope) = (&whose.pool.shape, &whose.shape.layout, whose.shape.rope.as_ref());
         // A device moves tokens itself, unless a page is in a lower tier or the host needs keys for bounds.
-        let near = self.entries.range(..end).all(|entry| !matches!(entry.held, Held::Away(_)));
+        let near = self.entries.range(..end).all(|entry| !matches!(entry.held, PageState::Away(_)));
         let far = whose.is_far();
         let fetches = far && (shape.config.key_bounds || !near || !targets.iter().all(|(_, t)| t.is_here()));
         let away = self.entries.range(..end).map(|entry| match &entry.held {
-            Held::Away(Away { slot, .. }) if entry.live != 0 => slot.read().map(Some),
-            Held::Open(page) if fetches && entry.live != 0 => {
+            PageState::Away(Away { slot, .. }) if entry.live != 0 => slot.read().map(Some),
+            PageState::Open(page) if fetches && entry.live != 0 => {
                 page.fetch().map(|words| Some(words.into_owned().into_boxed_slice()))
             }
             _ => Ok(None),
@@ -192,7 +199,7 @@ impl Run {
     }
 
     /// Moves tokens to their targets one by one; after a device moved them, only their positions on the host.
-    fn move_tokens(&mut self, whose: &Whose<'_>, plan: &mut Plan, away: &[Option<Box<[u32]>>]) {
+    fn move_tokens(&mut self, whose: &CompactedRun<'_>, plan: &mut Plan, away: &[Option<Box<[u32]>>]) {
         let (layout, far) = (&whose.shape.layout, whose.is_far());
         let mut token = vec![0; if far { 1 } else { layout.words() as usize }];
         for moved in &plan.moves {
@@ -212,7 +219,7 @@ impl Run {
             let entry = &mut self.entries[*to];
             match (target, &mut entry.held) {
                 (Target::Lower, _) => {}
-                (Target::Fresh(page), _) | (Target::There, Held::Open(page)) => {
+                (Target::Fresh(page), _) | (Target::There, PageState::Open(page)) => {
                     let Some(words) = page.words_mut() else { unreachable!("nobody shares targets") };
                     match far {
                         true => words[to_lane as usize] = token[0],
@@ -226,7 +233,7 @@ impl Run {
     }
 
     /// Home experts of the tokens of each target after the moves.
-    fn homes_after(&self, whose: &Whose<'_>, plan: &Plan) -> Vec<Homes> {
+    fn homes_after(&self, whose: &CompactedRun<'_>, plan: &Plan) -> Vec<Homes> {
         let mut homes = vec![Homes::default(); plan.targets.len()];
         if let Place::Run(run) = run_place(whose.run) {
             for Move { from, lane, at, to_lane } in &plan.moves {
@@ -237,7 +244,7 @@ impl Run {
     }
 
     /// Lists the targets with the homes of their tokens, and frees the other pages.
-    fn take_targets(&mut self, whose: &Whose<'_>, plan: Plan, ready: Ready, homes: Vec<Homes>) {
+    fn take_targets(&mut self, whose: &CompactedRun<'_>, plan: Plan, ready: Ready, homes: Vec<Homes>) {
         let Plan { end, targets, filled, .. } = plan;
         let Ready { mut lower, mut bounds, .. } = ready;
         let (layout, rope) = (&whose.shape.layout, whose.shape.rope.as_ref());
@@ -255,10 +262,10 @@ impl Run {
             let known = bounds.pop_front().flatten();
             match target {
                 Target::There => {}
-                Target::Fresh(page) => entry.held = Held::Open(page),
+                Target::Fresh(page) => entry.held = PageState::Open(page),
                 Target::Lower => {
                     let Some((words, slot)) = lower.pop_front() else { unreachable!("one for each target") };
-                    entry.held = Held::Away(Away { slot: Arc::new(slot), by: None });
+                    entry.held = PageState::Away(Away { slot: Arc::new(slot), by: None });
                     if bounded {
                         entry.bounds = Some(Entry::bounds_of(live, &words, layout, rope));
                     }
@@ -281,7 +288,7 @@ impl Run {
         let mut pages = Vec::with_capacity(*end);
         for (i, entry) in self.entries.range(..end).enumerate().filter(|(_, entry)| !entry.is_gone()) {
             let was = match &entry.held {
-                Held::Open(page) if there[i] => Was::Rewritten(*page.positions()),
+                PageState::Open(page) if there[i] => Was::Rewritten(*page.positions()),
                 held => Was::Replaced(held.clone()),
             };
             let Entry { ordinal, fill, live, ref bounds, ref homes, .. } = *entry;
@@ -327,7 +334,7 @@ impl Run {
     /// is lost.
     fn move_far(
         &self,
-        whose: &Whose<'_>,
+        whose: &CompactedRun<'_>,
         targets: &[(usize, Target)],
         moves: &[Move],
         assembled: Option<&[Vec<u32>]>,
@@ -359,7 +366,7 @@ impl Run {
     /// Stores the targets of lower tiers, in the order of `targets`.
     fn lower(
         &self,
-        whose: &Whose<'_>,
+        whose: &CompactedRun<'_>,
         targets: &[(usize, Target)],
         moves: &[Move],
         away: &[Option<Box<[u32]>>],
@@ -387,7 +394,7 @@ impl Run {
     ///
     /// # Errors
     /// No memory for a page that is needed.
-    fn targets(&self, whose: &Whose<'_>, end: usize, n: usize) -> Result<Vec<(usize, Target)>, Error> {
+    fn targets(&self, whose: &CompactedRun<'_>, end: usize, n: usize) -> Result<Vec<(usize, Target)>, Error> {
         let words = whose.shape.layout.words();
         let lower = || whose.pool.tiers.is_some().then_some(Target::Lower);
         let fresh = |i: usize| {
@@ -403,12 +410,12 @@ impl Run {
                 break;
             }
             match &self.entries[i].held {
-                Held::Open(_) if !self.shares_page(i) => targets.push((i, Target::There)),
+                PageState::Open(_) if !self.shares_page(i) => targets.push((i, Target::There)),
                 // Tokens of older pages cannot skip this page: they would then follow newer tokens.
-                Held::Open(_) => targets.push((i, fresh(i)?)),
-                Held::Away(away) if away.slot.rank_page().is_some() => targets.push((i, fresh(i)?)),
-                Held::Away(_) => targets.push((i, Target::Lower)),
-                Held::Gone { .. } | Held::Closed(_) => {}
+                PageState::Open(_) => targets.push((i, fresh(i)?)),
+                PageState::Away(away) if away.slot.rank_page().is_some() => targets.push((i, fresh(i)?)),
+                PageState::Away(_) => targets.push((i, Target::Lower)),
+                PageState::Gone { .. } | PageState::Closed(_) => {}
             }
         }
         Ok(targets)

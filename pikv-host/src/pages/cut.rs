@@ -8,9 +8,9 @@ use crate::base::ids::{Place, run_place};
 use crate::codec::HeadCodec;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::memory::pool::Pool;
-use crate::pages::entry::{Away, Entry, Held};
-use crate::pages::filing::{Layer, Undo};
-use crate::pages::head::Head;
+use crate::pages::entry::{Away, Entry, PageState};
+use crate::pages::filing::{LayerPages, Undo};
+use crate::pages::head::HeadPages;
 use crate::pages::past::Past;
 use crate::pages::run::Run;
 use crate::pages::sealed::Sealed;
@@ -39,13 +39,13 @@ impl Cut<'_> {
     }
 
     /// Tiles of the ring after the cut that a layer's ring does not have any more.
-    fn missing(&self, layer: &Layer) -> std::ops::Range<u32> {
+    fn missing(&self, layer: &LayerPages) -> std::ops::Range<u32> {
         let first = self.first_tile();
         first..layer.first_tile.min(self.len.div_ceil(PAGE)).max(first)
     }
 }
 
-impl Layer {
+impl LayerPages {
     /// The reason why the layer cannot be cut at a length that no rollback reaches; `None` if it can.
     pub fn uncut(&self, cut: &Cut<'_>) -> Option<&'static str> {
         if self.rule.is_some() {
@@ -57,9 +57,9 @@ impl Layer {
         if cut.pool.hits().is_some() {
             return Some("hits are counted");
         }
-        let live = |head: &Head| head.runs.iter().map(|(_, run)| run.live()).sum::<u32>();
+        let live = |head: &HeadPages| head.runs.iter().map(|(_, run)| run.live()).sum::<u32>();
         // Ordinals that are missing belong to evicted pages whose tokens were rolled back.
-        let gaps = |head: &Head| head.runs.iter().any(|(_, run)| run.entries.len() != run.next as usize);
+        let gaps = |head: &HeadPages| head.runs.iter().any(|(_, run)| run.entries.len() != run.next as usize);
         if self.heads.iter().any(|head| live(head) != self.filed || gaps(head)) {
             return Some("tokens were evicted, or left a window");
         }
@@ -75,7 +75,7 @@ impl Layer {
         forgot.then_some("the experts of tokens that left a window are forgotten")
     }
 
-    /// Bytes that [`Layer::cut`] takes.
+    /// Bytes that [`LayerPages::cut`] takes.
     pub fn cut_bytes(&self, cut: &Cut<'_>) -> u64 {
         let (left, missing) = (cut.left(), cut.missing(self));
         let pages: u64 = self
@@ -91,15 +91,15 @@ impl Layer {
         pages * cut.shape.layout.bytes()
     }
 
-    /// The layer at the cut, on pages of `pages` and pages shared with this layer. [`Layer::uncut`] must have returned `None`.
+    /// The layer at the cut, on pages of `pages` and pages shared with this layer. [`LayerPages::uncut`] must have returned `None`.
     ///
     /// # Errors
     /// A failed device or lower tier.
-    pub fn cut(&self, cut: &Cut<'_>, pages: &mut Reservation) -> Result<Layer, Error> {
+    pub fn cut(&self, cut: &Cut<'_>, pages: &mut Reservation) -> Result<LayerPages, Error> {
         let inner = &cut.pool.shape;
         let heads = self.heads.iter().zip(self.first_head..);
         let heads = heads.map(|(head, global)| head.cut(cut, (global, self.first_tile), pages));
-        let heads = heads.collect::<Result<Vec<Head>, Error>>()?;
+        let heads = heads.collect::<Result<Vec<HeadPages>, Error>>()?;
         // Tokens of the new ring that this layer filed, or filed ahead, are shared in those pages. Pages filed ahead for fewer tokens than
         // have left the ring since have other tokens after that point.
         let ahead = self.sealed.as_ref().filter(|sealed| sealed.until > self.filed);
@@ -108,7 +108,7 @@ impl Layer {
         let runs = self.heads.iter().map(|head| &head.runs);
         let sealed = Sealed::of(cut.len.min(known), runs, from, ahead);
         let sealed = (sealed.until > cut.left()).then_some(sealed);
-        Ok(Layer {
+        Ok(LayerPages {
             heads,
             first_head: self.first_head,
             store: self.store,
@@ -128,9 +128,9 @@ impl Layer {
     }
 }
 
-impl Layer {
+impl LayerPages {
     /// Replaces pages of tokens before the cut by those of `other`, a layer with the same tokens there.
-    pub fn share(&mut self, other: &Layer, cut: &Cut<'_>) {
+    pub fn share(&mut self, other: &LayerPages, cut: &Cut<'_>) {
         self.sealed = None;
         let (first, other_first, heads) = (self.first_tile, other.first_tile, self.first_head..);
         for (h, (head, global)) in self.heads.iter_mut().zip(heads).enumerate() {
@@ -166,14 +166,14 @@ impl Entry {
         let equal = known.is_some_and(|known| known.fill >= self.fill && positions(known) == positions(self));
         let written = ..self.fill as usize;
         match (&mut self.held, known.filter(|_| equal).map(|known| &known.held)) {
-            (Held::Open(page), Some(Held::Open(other))) => *page = other.clone(),
-            (Held::Open(page), _) => {
+            (PageState::Open(page), Some(PageState::Open(other))) => *page = other.clone(),
+            (PageState::Open(page), _) => {
                 let same = |other: &&Page| other.positions()[written] == page.positions()[written];
                 if let Some(other) = ahead.filter(same) {
                     *page = other.clone();
                 }
             }
-            (Held::Closed(own), Some(Held::Closed(other)))
+            (PageState::Closed(own), Some(PageState::Closed(other)))
                 if (own.by, own.last, own.old) == (other.by, other.last, other.old) =>
             {
                 own.packed = other.packed.clone();
@@ -183,14 +183,14 @@ impl Entry {
     }
 }
 
-impl Head {
+impl HeadPages {
     /// `global` is the head's index over all layers, `tiles` the first tile of this head's ring.
     fn cut(
         &self,
         cut: &Cut<'_>,
         (global, tiles): (u32, u32),
         pages: &mut Reservation,
-    ) -> Result<Head, Error> {
+    ) -> Result<HeadPages, Error> {
         let runs = self.runs.map(|c, run| run.cut(cut, (global, c), pages))?;
         let mut ring = VecDeque::new();
         for tile in cut.first_tile()..cut.len.div_ceil(PAGE) {
@@ -203,7 +203,7 @@ impl Head {
             });
         }
         let ring = self.ring.of_pages(ring);
-        Ok(Head { ring, runs, own: self.own.clone(), ghosts: Default::default() })
+        Ok(HeadPages { ring, runs, own: self.own.clone(), ghosts: Default::default() })
     }
 
     /// A page of a run with the tokens of a ring tile at the same lanes, on the same shard.
@@ -211,7 +211,9 @@ impl Head {
         let shard = cut.pool.shape.shard_of(Place::Ring, tile, global);
         self.runs.iter().find_map(|(_, run)| {
             let i = run.first_of(tile * PAGE);
-            let Entry { held: Held::Open(page), fill: PAGE, .. } = run.entries.get(i)? else { return None };
+            let Entry { held: PageState::Open(page), fill: PAGE, .. } = run.entries.get(i)? else {
+                return None;
+            };
             let is = page.positions().iter().zip(tile * PAGE..).all(|(position, wanted)| *position == wanted);
             (is && page.shard() == shard).then(|| page.clone())
         })
@@ -236,21 +238,21 @@ impl Head {
                 run.entries.range(from..).take_while(near)
             })
         };
-        let away = |entry: &Entry| matches!(entry.held, Held::Away(_));
+        let away = |entry: &Entry| matches!(entry.held, PageState::Away(_));
         // A device copies tokens between its pages; pages of lower tiers are assembled on the host.
         let mut words = sources().any(away).then(|| vec![u32::MAX; layout.words() as usize]);
         for entry in sources() {
             let lanes = (0..entry.fill).filter_map(|lane| Some((lane, entry.position(None, lane)?)));
             let lanes = lanes.filter(|(_, position)| positions.contains(position));
             match (&mut words, &entry.held) {
-                (None, Held::Open(page)) => {
+                (None, PageState::Open(page)) => {
                     lanes.for_each(|(lane, at)| pages.copy(layout, page, lane, &mut target, at % PAGE));
                 }
-                (Some(words), Held::Open(page)) => {
+                (Some(words), PageState::Open(page)) => {
                     let read = page.fetch()?;
                     lanes.for_each(|(lane, at)| layout.copy(&read, lane, words, at % PAGE));
                 }
-                (Some(words), Held::Away(Away { slot, .. })) => {
+                (Some(words), PageState::Away(Away { slot, .. })) => {
                     let read = slot.read()?;
                     lanes.for_each(|(lane, at)| layout.copy(&read, lane, words, at % PAGE));
                 }
@@ -281,7 +283,7 @@ impl Run {
     fn cut_away(&self, left: u32) -> bool {
         let Some(last) = self.first_of(left).checked_sub(1) else { return false };
         let entry = &self.entries[last];
-        matches!(entry.held, Held::Away(_)) && self.tokens_of(last, left) < entry.fill
+        matches!(entry.held, PageState::Away(_)) && self.tokens_of(last, left) < entry.fill
     }
 
     /// The run with the tokens that are outside the ring at the cut; it is run `c` of head `global`.
@@ -296,11 +298,11 @@ impl Run {
         if fill < entries[last].fill {
             let entry = &mut entries[last];
             (entry.fill, entry.live, entry.bounds) = (fill, filled(fill), None);
-            if let Held::Away(Away { slot, .. }) = &entry.held {
+            if let PageState::Away(Away { slot, .. }) = &entry.held {
                 let shard = cut.pool.shape.shard_of(run_place(c), entry.ordinal, global);
                 let mut page = pages.take(shard, slot.words() as u32, Near::Any)?;
                 page.put(&slot.read()?)?;
-                entry.held = Held::Open(page);
+                entry.held = PageState::Open(page);
             }
         }
         Ok(Run::of_entries(entries))

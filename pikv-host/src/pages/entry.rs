@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub(crate) struct Entry {
     /// Ordinal of the page in its run: ascending, with gaps where pages were evicted.
     pub ordinal: u32,
-    pub held: Held,
+    pub held: PageState,
     /// Lanes written, from lane 0.
     pub fill: u32,
     /// Bit `t` is set if the token at lane `t` is read: it was written, and not evicted.
@@ -31,7 +31,7 @@ pub(crate) struct Entry {
 
 /// Storage of a page.
 #[derive(Clone, Debug)]
-pub(crate) enum Held {
+pub(crate) enum PageState {
     /// Evicted. The entry stays while a rollback can reach its tokens, the last of which is at `last`.
     Gone { last: u32 },
     /// In the dtype of its layer.
@@ -97,12 +97,12 @@ impl Closed {
 impl Entry {
     /// A page without tokens.
     pub fn open(ordinal: u32, page: Page) -> Entry {
-        Entry { held: Held::Open(page), fill: 0, ..Entry::gone(ordinal) }
+        Entry { held: PageState::Open(page), fill: 0, ..Entry::gone(ordinal) }
     }
 
     /// An evicted page without tokens.
     pub fn gone(ordinal: u32) -> Entry {
-        let held = Held::Gone { last: 0 };
+        let held = PageState::Gone { last: 0 };
         let homes = Homes::default();
         Entry { ordinal, held, fill: PAGE, live: 0, pending: 0, bounds: None, homes }
     }
@@ -110,14 +110,14 @@ impl Entry {
     /// Frees the page. Its tokens stay counted in `fill`.
     pub fn free(&mut self) {
         if let Some(last) = self.last() {
-            self.held = Held::Gone { last };
+            self.held = PageState::Gone { last };
         }
         (self.live, self.pending, self.bounds, self.homes) = (0, 0, None, Homes::default());
     }
 
     /// Computes the bounds of the keys of an open page in host memory.
     pub fn bound(&mut self, layout: &Layout, rope: Option<&Rope>) {
-        if let Held::Open(page) = &self.held
+        if let PageState::Open(page) = &self.held
             && page.is_near()
         {
             self.bounds = Some(Entry::bounds_of(self.live, page.words(), layout, rope));
@@ -127,9 +127,9 @@ impl Entry {
     /// A full page on a device without bounds, in the dtype of its layer.
     pub fn unbounded(&self) -> Option<&Page> {
         let page = match &self.held {
-            Held::Open(page) => Some(page),
-            Held::Closed(closed) => closed.original.as_ref(),
-            Held::Gone { .. } | Held::Away(_) => None,
+            PageState::Open(page) => Some(page),
+            PageState::Closed(closed) => closed.original.as_ref(),
+            PageState::Gone { .. } | PageState::Away(_) => None,
         };
         page.filter(|_| self.fill == PAGE && self.bounds.is_none())
     }
@@ -156,11 +156,11 @@ impl Entry {
     /// Position of the token at a written lane; `None` if the page is evicted.
     pub fn position(&self, codec: Option<&HeadCodec>, lane: u32) -> Option<u32> {
         match (&self.held, codec) {
-            (Held::Open(page), _) => Some(page.positions()[lane as usize]),
-            (Held::Closed(closed), Some(codec)) => {
+            (PageState::Open(page), _) => Some(page.positions()[lane as usize]),
+            (PageState::Closed(closed), Some(codec)) => {
                 Some(codec.packed.position(closed.packed.words(), lane, closed.last).0)
             }
-            (Held::Away(away), _) => Some(away.slot.positions[lane as usize]),
+            (PageState::Away(away), _) => Some(away.slot.positions[lane as usize]),
             _ => None,
         }
     }
@@ -168,33 +168,33 @@ impl Entry {
     /// The form that the newest rows read, if it is in the first tier.
     pub fn page(&self) -> Option<&Page> {
         match &self.held {
-            Held::Gone { .. } | Held::Away(_) => None,
-            Held::Open(page) | Held::Closed(Closed { packed: page, next: None, .. }) => Some(page),
-            Held::Closed(Closed { next: Some(page), .. }) => Some(page),
+            PageState::Gone { .. } | PageState::Away(_) => None,
+            PageState::Open(page) | PageState::Closed(Closed { packed: page, next: None, .. }) => Some(page),
+            PageState::Closed(Closed { next: Some(page), .. }) => Some(page),
         }
     }
 
     /// A number that is equal for entries of one page, in whatever tier it lies, and differs between pages; `None` if the page is evicted.
     pub fn key(&self) -> Option<usize> {
         match &self.held {
-            Held::Gone { .. } => None,
-            Held::Open(page) | Held::Closed(Closed { packed: page, .. }) => Some(page.key()),
-            Held::Away(Away { slot, .. }) => Some(Arc::as_ptr(slot).addr()),
+            PageState::Gone { .. } => None,
+            PageState::Open(page) | PageState::Closed(Closed { packed: page, .. }) => Some(page.key()),
+            PageState::Away(Away { slot, .. }) => Some(Arc::as_ptr(slot).addr()),
         }
     }
 
     /// Whether the page is evicted.
     pub fn is_gone(&self) -> bool {
-        matches!(self.held, Held::Gone { .. })
+        matches!(self.held, PageState::Gone { .. })
     }
 
     /// Position of the last token; `None` if the page is evicted.
     pub fn last(&self) -> Option<u32> {
         match &self.held {
-            Held::Gone { .. } => None,
-            Held::Open(page) => Some(page.positions()[self.fill as usize - 1]),
-            Held::Closed(closed) => Some(closed.last),
-            Held::Away(away) => Some(away.slot.positions[self.fill as usize - 1]),
+            PageState::Gone { .. } => None,
+            PageState::Open(page) => Some(page.positions()[self.fill as usize - 1]),
+            PageState::Closed(closed) => Some(closed.last),
+            PageState::Away(away) => Some(away.slot.positions[self.fill as usize - 1]),
         }
     }
 
@@ -221,28 +221,28 @@ impl TokenPage for Entry {
     fn fetch(&self) -> Option<Arc<[u32]>> {
         match (self.page(), &self.held) {
             (Some(page), _) => Some(Arc::from(page.fetch().ok()?.into_owned())),
-            (None, Held::Away(Away { slot, .. })) => slot.read().ok().map(Arc::from),
+            (None, PageState::Away(Away { slot, .. })) => slot.read().ok().map(Arc::from),
             _ => None,
         }
     }
 
     fn packing<'a>(&'a self, codec: Option<&'a HeadCodec>) -> Option<(&'a HeadCodec, u32)> {
         let codec = match &self.held {
-            Held::Closed(closed) => Some(closed.newest(codec?).1),
-            Held::Away(Away { by: Some(_), .. }) => codec,
+            PageState::Closed(closed) => Some(closed.newest(codec?).1),
+            PageState::Away(Away { by: Some(_), .. }) => codec,
             _ => None,
         };
         codec.zip(self.last())
     }
 }
 
-impl Held {
+impl PageState {
     /// The pages in the first tier.
     pub fn pages(&self) -> impl Iterator<Item = &Page> {
         let (page, closed) = match self {
-            Held::Gone { .. } | Held::Away(_) => (None, None),
-            Held::Open(page) => (Some(page), None),
-            Held::Closed(closed) => (Some(&closed.packed), Some(closed)),
+            PageState::Gone { .. } | PageState::Away(_) => (None, None),
+            PageState::Open(page) => (Some(page), None),
+            PageState::Closed(closed) => (Some(&closed.packed), Some(closed)),
         };
         let beside = closed.into_iter().flat_map(|closed| closed.original.iter().chain(&closed.next));
         page.into_iter().chain(beside)

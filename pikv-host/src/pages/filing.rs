@@ -10,9 +10,9 @@ use crate::config::shape::CacheShape;
 use crate::config::sharing::Sharing;
 use crate::memory::arena::{Page, Reservation};
 use crate::memory::pool::Pool;
-use crate::pages::entry::{Entry, Held};
+use crate::pages::entry::{Entry, PageState};
 use crate::pages::ghosts::Ghosts;
-use crate::pages::head::{Filed, Head};
+use crate::pages::head::{Filed, HeadPages};
 use crate::pages::past::Past;
 use crate::pages::runs::Runs;
 use crate::pages::sealed::Sealed;
@@ -63,8 +63,8 @@ impl Undo {
 
 /// One layer of a sequence.
 #[derive(Clone, Debug)]
-pub(crate) struct Layer {
-    pub heads: Vec<Head>,
+pub(crate) struct LayerPages {
+    pub heads: Vec<HeadPages>,
     /// Number of KV heads in the layers before this one.
     pub first_head: u32,
     /// Rules by which it takes pages.
@@ -95,20 +95,21 @@ pub(crate) struct Layer {
     pub sealed: Option<Sealed>,
 }
 
-impl Layer {
+impl LayerPages {
     pub fn new(
         shape: &LayerShape,
         first_head: u32,
         store: StoreShape,
         codecs: HeadCodecs,
         rule: Option<Arc<Rule>>,
-    ) -> Layer {
+    ) -> LayerPages {
         let own = rule.as_ref().map_or(0, |rule| rule.head_words * rule.versions);
         let states = rule.as_deref().map_or_else(TokenStates::default, Rule::kept);
         let kept = rule.as_ref().map_or((0, 0), |rule| (rule.words, rule.versions));
         let runs = Runs::new(store.experts, kept);
-        let head = Head { ring: Tiles::new(states), runs, own: vec![0.0; own], ghosts: Ghosts::default() };
-        Layer {
+        let head =
+            HeadPages { ring: Tiles::new(states), runs, own: vec![0.0; own], ghosts: Ghosts::default() };
+        LayerPages {
             heads: vec![head; shape.kv_heads as usize],
             first_head,
             store,
@@ -169,7 +170,7 @@ impl Layer {
         self.age(inner, shape, pages)
     }
 
-    /// [`Layer::file`] without the second codec. `aliased` allows a page of the ring to be a page of a run too if both have the same
+    /// [`LayerPages::file`] without the second codec. `aliased` allows a page of the ring to be a page of a run too if both have the same
     /// tokens at the same lanes; such a page must not be written.
     pub fn file_tokens(
         &mut self,
@@ -280,7 +281,7 @@ impl Layer {
         Ok(())
     }
 
-    /// Removes the tokens after `len`. [`Layer::rewind`] must have undone evictions before.
+    /// Removes the tokens after `len`. [`LayerPages::rewind`] must have undone evictions before.
     pub fn truncate(&mut self, inner: &CacheShape, shape: &LayerShape, len: u32) {
         if let Some(sealed) = &mut self.sealed {
             sealed.until = sealed.until.min(len);
@@ -320,7 +321,7 @@ impl Layer {
             let page = match run {
                 None => head.ring.newest_mut(),
                 Some(c) => match head.runs[c].entries.back_mut() {
-                    Some(Entry { held: Held::Open(page), .. }) => Some(page),
+                    Some(Entry { held: PageState::Open(page), .. }) => Some(page),
                     _ => None,
                 },
             };
@@ -346,7 +347,7 @@ impl Layer {
             self.originals.front().filter(|original| original.by < kept)
         {
             let entry = self.heads[head].runs[run].entry_mut(ordinal);
-            if let Some(Entry { held: Held::Closed(closed), .. }) = entry {
+            if let Some(Entry { held: PageState::Closed(closed), .. }) = entry {
                 closed.original = None;
             }
             self.originals.pop_front();
@@ -354,7 +355,8 @@ impl Layer {
         while let Some(Original { head, run, ordinal, .. }) = first_if(&mut self.aging, |page| page.by < kept)
         {
             let entry = self.heads[head].runs[run].entry_mut(ordinal);
-            if let (Some(Entry { held: Held::Closed(closed), .. }), Some(codec)) = (entry, &self.codecs[head])
+            if let (Some(Entry { held: PageState::Closed(closed), .. }), Some(codec)) =
+                (entry, &self.codecs[head])
             {
                 closed.finish_aging(codec);
             }
@@ -406,11 +408,11 @@ impl Layer {
 
     /// Bytes of the layer's lists, from their capacities. `O(experts + pages)`.
     pub fn table_bytes(&self) -> u64 {
-        let head = |head: &Head| {
+        let head = |head: &HeadPages| {
             let own = head.own.capacity() * size_of::<f32>();
             head.ring.table_bytes() + own as u64 + head.ghosts.table_bytes() + head.runs.table_bytes()
         };
-        let lists = self.heads.capacity() * size_of::<Head>()
+        let lists = self.heads.capacity() * size_of::<HeadPages>()
             + self.tags.bytes()
             + (self.originals.capacity() + self.aging.capacity()) * size_of::<Original>()
             + self.undo.table_bytes()

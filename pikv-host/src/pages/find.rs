@@ -47,7 +47,7 @@ pub(crate) fn find(entries: &Chunks<Entry>, guess: usize, ordinal: u32) -> Optio
 mod tests {
     use super::{Finder, find};
     use crate::base::chunks::Chunks;
-    use crate::pages::entry::{Entry, Held};
+    use crate::pages::entry::{Entry, PageState};
     use crate::pages::homes::Homes;
 
     /// Lists without a gap, with gaps in one place, everywhere, and at the ends of chunks; every ordinal asked for in order, and some again.
@@ -55,7 +55,7 @@ mod tests {
     fn ordinals_are_found_where_they_are() {
         for missing in [|_: u32| false, |o| o == 40, |o| o % 3 == 1, |o| o % 16 == 15, |o| o / 20 % 2 == 1] {
             let ordinals: Vec<u32> = (5..200).filter(|ordinal| !missing(*ordinal)).collect();
-            let held = Held::Gone { last: 0 };
+            let held = PageState::Gone { last: 0 };
             let entry = |ordinal: &u32| {
                 let (held, homes) = (held.clone(), Homes::default());
                 Entry { ordinal: *ordinal, held, fill: 0, live: 0, pending: 0, bounds: None, homes }

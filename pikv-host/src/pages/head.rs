@@ -5,7 +5,7 @@ use crate::base::ids::run_place;
 use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::{Near, Page, Reservation};
-use crate::pages::entry::{Entry, Held};
+use crate::pages::entry::{Entry, PageState};
 use crate::pages::ghosts::Ghosts;
 use crate::pages::run::Run;
 use crate::pages::runs::Runs;
@@ -17,7 +17,7 @@ use pikv_core::plan::LayerShape;
 
 /// One KV head of one layer.
 #[derive(Clone, Debug)]
-pub(crate) struct Head {
+pub(crate) struct HeadPages {
     /// The ring, from the layer's `first_tile`.
     pub ring: Tiles,
     /// The sinks, then each expert.
@@ -67,7 +67,7 @@ impl Filed<'_> {
     }
 }
 
-impl Head {
+impl HeadPages {
     /// Copies a token to the end of its run, and packs the page if it is then full. A shared page is copied first, and `shared`
     /// gets the original.
     ///
@@ -97,7 +97,7 @@ impl Head {
                 return Ok(packed);
             }
             let last = run.entries.iter().rev().find_map(|entry| match &entry.held {
-                Held::Closed(closed) => Some(&closed.packed),
+                PageState::Closed(closed) => Some(&closed.packed),
                 _ => None,
             });
             pages.take(shard, codec.packed.words(), Near::next(last))
@@ -125,7 +125,7 @@ impl Head {
             }
             run.push(page);
         }
-        let Some(Entry { held: Held::Open(page), fill, .. }) = run.entries.back_mut() else {
+        let Some(Entry { held: PageState::Open(page), fill, .. }) = run.entries.back_mut() else {
             unreachable!("there is room, or a page was just pushed")
         };
         match ahead {

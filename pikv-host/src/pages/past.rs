@@ -11,9 +11,9 @@ use crate::base::error::Error;
 use crate::base::ids::run_place;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::memory::pool::Pool;
-use crate::pages::compact::Whose;
-use crate::pages::entry::{Entry, Held};
-use crate::pages::filing::Layer;
+use crate::pages::compact::CompactedRun;
+use crate::pages::entry::{Entry, PageState};
+use crate::pages::filing::LayerPages;
 use crate::pages::homes::Homes;
 use crate::pages::run::Run;
 use crate::policy::state::Apart;
@@ -63,7 +63,7 @@ enum What {
 
 impl Noted {
     /// Storage that the change keeps: a page, or pages.
-    fn pages(&self) -> (Option<&Held>, &[Before]) {
+    fn pages(&self) -> (Option<&PageState>, &[Before]) {
         match &self.what {
             What::Final(_) => (None, &[]),
             What::Freed(entry) | What::Slid(entry, _) => (Some(&entry.held), &[]),
@@ -95,7 +95,7 @@ pub(crate) struct Before {
 #[derive(Clone, Debug)]
 pub(crate) enum Was {
     /// Storage that was replaced or freed.
-    Replaced(Held),
+    Replaced(PageState),
     /// The page is the same, but has other tokens; these are the former positions of its lanes.
     Rewritten([u32; PAGE as usize]),
 }
@@ -141,7 +141,7 @@ impl Past {
     }
 
     /// Pages kept for rollback.
-    pub fn pages(&self) -> impl Iterator<Item = &Held> {
+    pub fn pages(&self) -> impl Iterator<Item = &PageState> {
         self.noted.iter().map(Noted::pages).flat_map(|(page, pages)| {
             page.into_iter().chain(pages.iter().filter_map(|page| match &page.was {
                 Was::Replaced(held) => Some(held),
@@ -212,7 +212,7 @@ impl Past {
     }
 }
 
-impl Layer {
+impl LayerPages {
     /// Records a final eviction, and the page if it was freed.
     pub fn note_final(&mut self, at: u32, dead: u32, killed: Killed, freed: Option<Entry>) {
         let Killed { head, run, .. } = killed;
@@ -234,7 +234,7 @@ impl Layer {
         self.heads[head].runs[run].tied = tied;
     }
 
-    /// Bytes that [`Layer::rewind`] takes: for pages to which tokens are moved back and that a fork shares.
+    /// Bytes that [`LayerPages::rewind`] takes: for pages to which tokens are moved back and that a fork shares.
     pub fn rewind_bytes(&self, shape: &LayerShape, len: u32) -> u64 {
         let mut pages = 0;
         // Pages that later changes replaced, which are restored first: head, run and ordinal, and whether a fork shares the page.
@@ -247,7 +247,7 @@ impl Layer {
                 let of = (noted.head, noted.run, page.ordinal);
                 let shared = match &page.was {
                     Was::Replaced(held) => {
-                        back.push((of, matches!(held, Held::Open(page) if page.is_shared())));
+                        back.push((of, matches!(held, PageState::Open(page) if page.is_shared())));
                         false
                     }
                     Was::Rewritten(_) => match back[..known].iter().rfind(|(back, _)| *back == of) {
@@ -298,7 +298,7 @@ impl Layer {
                     run.put_back(*entry, Some(&rows));
                 }
                 What::Compacted(compacted) => {
-                    let whose = Whose { pool, shape, head: self.first_head + head as u32, run: c };
+                    let whose = CompactedRun { pool, shape, head: self.first_head + head as u32, run: c };
                     run.take_apart(&whose, compacted, pages)?;
                     self.tie(head, c);
                 }
@@ -325,7 +325,7 @@ impl Run {
     /// Undoes [`Run::compact`].
     fn take_apart(
         &mut self,
-        whose: &Whose<'_>,
+        whose: &CompactedRun<'_>,
         compacted: Compacted,
         pages: &mut Reservation,
     ) -> Result<(), Error> {
@@ -395,7 +395,7 @@ impl Run {
     /// All words of page `i`, from any tier.
     fn words(&self, i: usize) -> Result<Option<Vec<u32>>, Error> {
         Ok(match &self.entries[i].held {
-            Held::Away(away) => Some(match away.slot.in_place() {
+            PageState::Away(away) => Some(match away.slot.in_place() {
                 Some(words) => words.to_vec(),
                 None => away.slot.read()?.into_vec(),
             }),
@@ -406,17 +406,17 @@ impl Run {
     /// Writes the words of page `i`, to a new page if it is shared or evicted.
     fn rewrite(
         &mut self,
-        whose: &Whose<'_>,
+        whose: &CompactedRun<'_>,
         i: usize,
         words: &[u32],
         pages: &mut Reservation,
     ) -> Result<(), Error> {
         let entry = &mut self.entries[i];
-        if !matches!(&entry.held, Held::Open(page) if !page.is_shared()) {
+        if !matches!(&entry.held, PageState::Open(page) if !page.is_shared()) {
             let shard = whose.pool.shape.shard_of(run_place(whose.run), entry.ordinal, whose.head);
-            entry.held = Held::Open(pages.take(shard, words.len() as u32, Near::Any)?);
+            entry.held = PageState::Open(pages.take(shard, words.len() as u32, Near::Any)?);
         }
-        let Held::Open(page) = &mut entry.held else { return Ok(()) };
+        let PageState::Open(page) = &mut entry.held else { return Ok(()) };
         page.put(words)
     }
 }

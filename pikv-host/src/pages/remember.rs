@@ -1,13 +1,13 @@
 //! Adds keys of tokens that leave the ring to the [`Ghosts`](crate::pages::ghosts::Ghosts) of each head of a layer.
 
 use crate::memory::pool::Pool;
-use crate::pages::filing::Layer;
+use crate::pages::filing::LayerPages;
 use crate::pages::ghosts::Tile;
 use pikv_core::LANES;
 use pikv_core::page::PAGE;
 use pikv_core::plan::LayerShape;
 
-impl Layer {
+impl LayerPages {
     /// Adds the bounds of keys that no rollback can reach at `len` tokens, if hits are counted. Their tiles are still in the ring. Keys
     /// that cannot be read from a device are left out.
     pub fn remember(&mut self, pool: &Pool, shape: &LayerShape, len: u32) {

@@ -7,7 +7,7 @@ use crate::base::error::Error;
 use crate::base::ids::{Place, run_place};
 use crate::codec::HeadCodec;
 use crate::memory::arena::{Near, Page, Reservation};
-use crate::pages::entry::{Away, Closed, Entry, Held};
+use crate::pages::entry::{Away, Closed, Entry, PageState};
 use crate::pages::find::find;
 use crate::policy::state::{Apart, TokenStates};
 use crate::tiers::Stored;
@@ -94,10 +94,10 @@ impl Run {
         self.drop_gone();
         let old = |by| codec.and_then(|codec| codec.ages_at(by)).unwrap_or(by);
         let unseen = |entry: &Entry| match &entry.held {
-            Held::Open(_) if entry.fill < PAGE => false,
+            PageState::Open(_) if entry.fill < PAGE => false,
             // Packed early, it can become the open page again.
-            Held::Closed(closed) if closed.by >= if closed.old { old(kept) } else { kept } => false,
-            Held::Away(Away { by: Some(by), .. }) if *by >= kept => false,
+            PageState::Closed(closed) if closed.by >= if closed.old { old(kept) } else { kept } => false,
+            PageState::Away(Away { by: Some(by), .. }) if *by >= kept => false,
             _ => entry.last().is_some_and(|last| last < seen),
         };
         let entry = self.entries.pop_front_if(unseen)?;
@@ -122,7 +122,7 @@ impl Run {
     pub fn sweep(&mut self, kept: u32) {
         self.drop_gone();
         self.tighten();
-        let over = |entry: &Entry| matches!(entry.held, Held::Gone { last } if last < kept);
+        let over = |entry: &Entry| matches!(entry.held, PageState::Gone { last } if last < kept);
         if !self.entries.walk().any(over) {
             return;
         }
@@ -140,7 +140,7 @@ impl Run {
     /// Bytes of the lists of its pages, from their capacities. `O(pages)`.
     pub fn table_bytes(&self) -> u64 {
         let beside = |entry: &Entry| match &entry.held {
-            Held::Away(_) => size_of::<Stored>(),
+            PageState::Away(_) => size_of::<Stored>(),
             _ => 0,
         };
         let bounds = |entry: &Entry| entry.bounds.as_ref().map_or(0, |bounds| size_of_val(&bounds[..]));
@@ -153,7 +153,7 @@ impl Run {
     /// Number of tokens in lower tiers that are read. `O(pages)`.
     pub fn away(&self) -> u32 {
         let lower =
-            |entry: &&Entry| matches!(&entry.held, Held::Away(away) if away.slot.rank_page().is_none());
+            |entry: &&Entry| matches!(&entry.held, PageState::Away(away) if away.slot.rank_page().is_none());
         let away = self.entries.iter().filter(lower);
         away.map(|entry| entry.live.count_ones()).sum()
     }
@@ -161,7 +161,7 @@ impl Run {
     /// The last page and the lane for the next token, if the page has room.
     pub fn room(&self) -> Option<(&Page, u32)> {
         match self.entries.back()? {
-            Entry { held: Held::Open(page), fill, .. } if *fill < PAGE => Some((page, *fill)),
+            Entry { held: PageState::Open(page), fill, .. } if *fill < PAGE => Some((page, *fill)),
             _ => None,
         }
     }
@@ -178,9 +178,9 @@ impl Run {
     pub fn newest(&self) -> Option<(&Page, u32)> {
         let entry = self.entries.back()?;
         let page = match &entry.held {
-            Held::Open(page) => page,
-            Held::Closed(closed) => closed.original.as_ref()?,
-            Held::Gone { .. } | Held::Away(_) => return None,
+            PageState::Open(page) => page,
+            PageState::Closed(closed) => closed.original.as_ref()?,
+            PageState::Gone { .. } | PageState::Away(_) => return None,
         };
         Some((page, entry.fill.checked_sub(1)?))
     }
@@ -188,7 +188,7 @@ impl Run {
     /// Pages packed when the token at `by` was filed: the one that it filled, or the one before, which it closed early.
     pub fn packed_by(&self, by: u32) -> impl Iterator<Item = (u32, &Page)> {
         self.entries.iter().rev().take(2).filter_map(move |entry| match &entry.held {
-            Held::Closed(closed) if closed.by == by => Some((entry.ordinal, &closed.packed)),
+            PageState::Closed(closed) if closed.by == by => Some((entry.ordinal, &closed.packed)),
             _ => None,
         })
     }
@@ -279,11 +279,11 @@ impl Run {
         }
         // The page that the token packed is open again.
         if let Some(Entry { held, .. }) = self.entries.back_mut()
-            && let Held::Closed(closed) = held
+            && let PageState::Closed(closed) = held
             && closed.by == position
         {
             let last = closed.last;
-            *held = closed.original.take().map_or(Held::Gone { last }, Held::Open);
+            *held = closed.original.take().map_or(PageState::Gone { last }, PageState::Open);
         }
         let last = self.next.saturating_sub(1);
         let held = self.entries.back().filter(|entry| entry.ordinal == last && entry.page().is_some());
@@ -363,7 +363,7 @@ impl Run {
             return None;
         }
         let last = entry.last()?;
-        let gone = Entry { held: Held::Gone { last }, ..Entry::gone(ordinal) };
+        let gone = Entry { held: PageState::Gone { last }, ..Entry::gone(ordinal) };
         let entry = std::mem::replace(entry, Entry { fill: entry.fill, ..gone });
         self.kept.free(i);
         Some(entry)
@@ -409,13 +409,13 @@ impl Run {
         pages: &mut Reservation,
     ) {
         let Some(entry) = self.entries.back_mut() else { return };
-        let (Some(last), Held::Open(page)) = (entry.last(), &entry.held) else { return };
+        let (Some(last), PageState::Open(page)) = (entry.last(), &entry.held) else { return };
         // A page with other handles was packed when the sequence was sealed.
         if !packed.is_shared() {
             pages.pack(codec, lanes, layout, page, entry.fill, &mut packed);
         }
         let original = Some(page.clone());
-        entry.held = Held::Closed(Closed { packed, original, last, by, old: false, next: None });
+        entry.held = PageState::Closed(Closed { packed, original, last, by, old: false, next: None });
     }
 
     /// Packs pages again that are due at `filed` filed tokens; calls `told` with the ordinal of each and the position that packed it.
@@ -434,18 +434,18 @@ impl Run {
         for i in from..self.entries.len() {
             let Entry { fill, ordinal, ref held, .. } = self.entries[i];
             match held {
-                Held::Closed(closed) if !closed.old && closed.next.is_none() => {
+                PageState::Closed(closed) if !closed.old && closed.next.is_none() => {
                     let Some(by) = codec.ages_at(closed.by).filter(|by| *by < filed) else { break };
                     let near = Near::next(last.as_ref());
                     let mut page = pages.take(closed.packed.shard(), aged.codec.packed.words(), near)?;
                     pages.repack(codec, lanes, layout, &closed.packed, fill, closed.last, &mut page);
                     last = Some(page.clone());
-                    if let Held::Closed(closed) = &mut self.entries[i].held {
+                    if let PageState::Closed(closed) = &mut self.entries[i].held {
                         closed.next = Some(page);
                     }
                     told(ordinal, by);
                 }
-                Held::Open(_) => break,
+                PageState::Open(_) => break,
                 _ => {}
             }
             self.aged = ordinal + 1;
@@ -459,11 +459,11 @@ impl Run {
         self.aged = self.aged.min(self.next);
         let until = self.before(self.aged);
         for i in (0..until).rev() {
-            if let Held::Closed(closed) = &self.entries[i].held {
+            if let PageState::Closed(closed) = &self.entries[i].held {
                 if closed.old || codec.ages_at(closed.by).is_none_or(|by| by < filed) {
                     break;
                 }
-                if let Held::Closed(closed) = &mut self.entries[i].held {
+                if let PageState::Closed(closed) = &mut self.entries[i].held {
                     closed.next = None;
                 }
             }
@@ -474,8 +474,8 @@ impl Run {
     /// Number of pages that [`Run::age`] will pack again up to `filed` filed tokens. `O(such pages)`.
     pub fn due(&self, codec: &HeadCodec, filed: u32) -> u64 {
         let closed = self.from(self.aged).take_while(|entry| match &entry.held {
-            Held::Closed(closed) => codec.ages_at(closed.by).is_some_and(|by| by < filed),
-            Held::Open(_) => false,
+            PageState::Closed(closed) => codec.ages_at(closed.by).is_some_and(|by| by < filed),
+            PageState::Open(_) => false,
             _ => true,
         });
         closed.count() as u64

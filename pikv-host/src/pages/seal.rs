@@ -3,16 +3,16 @@
 use crate::base::error::Error;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::Reservation;
-use crate::pages::entry::{Entry, Held};
-use crate::pages::filing::Layer;
-use crate::pages::head::Head;
+use crate::pages::entry::{Entry, PageState};
+use crate::pages::filing::LayerPages;
+use crate::pages::head::HeadPages;
 use crate::pages::run::Run;
 use crate::pages::sealed::Sealed;
 use pikv_core::page::PAGE;
 use pikv_core::plan::{LayerShape, StoreShape};
 
-impl Layer {
-    /// Most bytes that [`Layer::seal`] takes.
+impl LayerPages {
+    /// Most bytes that [`LayerPages::seal`] takes.
     pub fn seal_bytes(&self, inner: &CacheShape, shape: &LayerShape, len: u32) -> u64 {
         if self.sealed.as_ref().is_some_and(|sealed| sealed.until == len) {
             return 0;
@@ -41,14 +41,14 @@ impl Layer {
     }
 
     /// Whether pages of a head's ring can also be pages of its run: with one expert, the same lanes and one shard.
-    fn aliases(&self, inner: &CacheShape, head: &Head) -> bool {
+    fn aliases(&self, inner: &CacheShape, head: &HeadPages) -> bool {
         let at = |run: &Run| run.room().map_or(0, |(_, fill)| fill);
         let open = if self.filed < self.store.sinks { &head.runs[0] } else { &head.runs[1] };
         let level = at(open) == self.filed % PAGE && self.store.sinks.is_multiple_of(PAGE);
         inner.config.experts == 1 && inner.config.shards.shards() == 1 && level
     }
 
-    /// Files the tokens of the ring ahead, on pages of `pages`. The layer does not change until [`Layer::take_sealed`].
+    /// Files the tokens of the ring ahead, on pages of `pages`. The layer does not change until [`LayerPages::take_sealed`].
     ///
     /// # Errors
     /// No memory.
@@ -68,11 +68,12 @@ impl Layer {
         Ok(Sealed::of(len, ahead.heads.iter().map(|head| &head.runs), from, None))
     }
 
-    /// Uses the pages of [`Layer::seal`] for the open pages and for later tokens.
+    /// Uses the pages of [`LayerPages::seal`] for the open pages and for later tokens.
     pub fn take_sealed(&mut self, sealed: Sealed) {
         for (h, head) in self.heads.iter_mut().enumerate() {
             for (c, run) in head.runs.iter_mut() {
-                let Some(Entry { ordinal, fill, held: Held::Open(page), .. }) = run.entries.back_mut() else {
+                let Some(Entry { ordinal, fill, held: PageState::Open(page), .. }) = run.entries.back_mut()
+                else {
                     continue;
                 };
                 let lane = fill.saturating_sub(1);

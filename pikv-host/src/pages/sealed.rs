@@ -6,7 +6,7 @@
 
 use crate::base::chunks::Chunks;
 use crate::memory::arena::Page;
-use crate::pages::entry::{Closed, Entry, Held};
+use crate::pages::entry::{Closed, Entry, PageState};
 use crate::pages::find::find;
 use crate::pages::run::Run;
 use crate::pages::runs::Runs;
@@ -41,9 +41,9 @@ impl Sealed {
     pub fn page(&self, head: usize, run: usize, ordinal: u32, lane: u32, position: u32) -> Option<&Page> {
         let entry = self.entry(head, run, ordinal).filter(|_| position < self.until)?;
         let page = match &entry.held {
-            Held::Open(page) => page,
-            Held::Closed(closed) => closed.original.as_ref()?,
-            Held::Gone { .. } | Held::Away(_) => return None,
+            PageState::Open(page) => page,
+            PageState::Closed(closed) => closed.original.as_ref()?,
+            PageState::Gone { .. } | PageState::Away(_) => return None,
         };
         (lane < entry.fill && page.positions()[lane as usize] == position).then_some(page)
     }
@@ -51,7 +51,7 @@ impl Sealed {
     /// The page at `ordinal` of a run, packed by the token at `by`.
     pub fn packed(&self, head: usize, run: usize, ordinal: u32, by: u32) -> Option<&Page> {
         match &self.entry(head, run, ordinal).filter(|_| by < self.until)?.held {
-            Held::Closed(Closed { packed, by: at, old: false, .. }) if *at == by => Some(packed),
+            PageState::Closed(Closed { packed, by: at, old: false, .. }) if *at == by => Some(packed),
             _ => None,
         }
     }
@@ -68,11 +68,11 @@ impl Sealed {
 
     /// The pages in the first tier.
     pub fn pages(&self) -> impl Iterator<Item = &Page> {
-        self.held().flat_map(Held::pages)
+        self.held().flat_map(PageState::pages)
     }
 
     /// Storage of all pages.
-    pub fn held(&self) -> impl Iterator<Item = &Held> {
+    pub fn held(&self) -> impl Iterator<Item = &PageState> {
         self.heads.iter().flatten().flat_map(|end| &end.entries).map(|entry| &entry.held)
     }
 

@@ -2,13 +2,13 @@
 
 use crate::base::deque::first_if;
 use crate::memory::pool::Pool;
-use crate::pages::compact::Whose;
-use crate::pages::filing::Layer;
+use crate::pages::compact::CompactedRun;
+use crate::pages::filing::LayerPages;
 use crate::pages::past::Killed;
 use pikv_core::plan::LayerShape;
 use smallvec::SmallVec;
 
-impl Layer {
+impl LayerPages {
     /// Makes evictions final that no rollback to `len` tokens or more can undo, and compacts pages that lost tokens. Records the
     /// changes if a rollback to fewer tokens is possible.
     pub fn settle(&mut self, pool: &Pool, shape: &LayerShape, len: u32) {
@@ -34,7 +34,7 @@ impl Layer {
         }
         let kept = pool.shape.store.ring.kept_from(len);
         for (head, c) in thinned {
-            let whose = Whose { pool, shape, head: self.first_head + head as u32, run: c };
+            let whose = CompactedRun { pool, shape, head: self.first_head + head as u32, run: c };
             let run = &mut self.heads[head].runs[c];
             run.sweep(kept);
             let dead = run.dead;

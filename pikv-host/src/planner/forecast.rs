@@ -128,7 +128,7 @@ pub struct Planner {
 }
 
 /// The pages of one layer, the same in all its KV heads.
-struct LayerPages {
+struct PageCounts {
     /// The runs of experts.
     runs: Vec<RunForecast>,
     sinks: u32,
@@ -249,19 +249,19 @@ impl Planner {
             for (head, codec) in (first_head..).zip(inner.shape.codecs[layer].iter()) {
                 let mut tally = Tally { shape, codec: codec.as_ref(), all: &mut all };
                 for page in 0..StoreShape::run_pages(pages.sinks, 0) as u32 {
-                    tally.add(inner.shape.shard_of(Place::Sinks, page, head), Held::Open, true);
+                    tally.add(inner.shape.shard_of(Place::Sinks, page, head), PageForm::Open, true);
                 }
                 let in_ring = seen.max(ring.left(len));
                 for tile in ring.tiles(len, len) {
                     let read = (tile + 1) * PAGE > in_ring;
-                    tally.add(inner.shape.shard_of(Place::Ring, tile, head), Held::Open, read);
+                    tally.add(inner.shape.shard_of(Place::Ring, tile, head), PageForm::Open, read);
                 }
                 for (expert, run) in (0u16..).zip(&pages.runs) {
                     for page in run.gone..run.pages() {
                         let last = run.last(page);
                         let held = match (run.fill(page) == PAGE, last >= ring.kept_from(len)) {
-                            (false, _) => Held::Open,
-                            (true, kept) => Held::Closed { original: kept },
+                            (false, _) => PageForm::Open,
+                            (true, kept) => PageForm::Closed { original: kept },
                         };
                         tally.add(inner.shape.shard_of(Place::Run(expert), page, head), held, last >= seen);
                     }
@@ -298,7 +298,7 @@ impl Planner {
         Err(PlanError::Budget { sequences, len, needed: forecast.bytes, budget, fits })
     }
 
-    fn pages_of(&self, shape: &LayerShape, store: &StoreShape, load: &Load) -> Result<LayerPages, PlanError> {
+    fn pages_of(&self, shape: &LayerShape, store: &StoreShape, load: &Load) -> Result<PageCounts, PlanError> {
         let ring = store.ring;
         let left = ring.left(load.len);
         let sinks = left.min(store.sinks);
@@ -331,7 +331,7 @@ impl Planner {
                 page += 1;
             }
         }
-        Ok(LayerPages { runs, sinks, resident })
+        Ok(PageCounts { runs, sinks, resident })
     }
 
     /// The runs with the tokens at positions `filed`; a rollback reaches those from `kept` on.
@@ -358,7 +358,7 @@ impl Planner {
 }
 
 /// Form of a page.
-enum Held {
+enum PageForm {
     Open,
     Closed { original: bool },
 }
@@ -371,11 +371,11 @@ struct Tally<'a> {
 }
 
 impl Tally<'_> {
-    fn add(&mut self, shard: u32, held: Held, read: bool) {
+    fn add(&mut self, shard: u32, held: PageForm, read: bool) {
         let layout = &self.shape.layout;
         let full = (layout.bytes(), layout.k_dim + layout.v_dim);
         let ((bytes, channels), beside) = match (held, self.codec) {
-            (Held::Closed { original }, Some(HeadCodec { packed, .. })) => {
+            (PageForm::Closed { original }, Some(HeadCodec { packed, .. })) => {
                 let beside = if original { full.0 } else { 0 };
                 ((packed.bytes(), packed.products()), beside)
             }

@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 
 /// The tokens of a head that may be evicted, by ascending position.
-pub(crate) struct Head<'a> {
+pub(crate) struct HeadTokens<'a> {
     pub utility: &'a [f32],
     pub positions: Vec<u32>,
     /// Number of its best tokens that are kept whatever the other heads hold.
@@ -15,7 +15,7 @@ pub(crate) struct Head<'a> {
 ///
 /// Utilities are compared between heads without scaling. Attention mass can be compared so: it sums to the number of query heads in each
 /// head. O(n log n) in the tokens of the layer.
-pub(crate) fn victims(heads: &[Head<'_>], target: u64) -> Vec<Vec<usize>> {
+pub(crate) fn victims(heads: &[HeadTokens<'_>], target: u64) -> Vec<Vec<usize>> {
     let worth = |(h, i): (usize, usize)| super::worth(heads[h].utility[i]);
     let position = |(h, i): (usize, usize)| heads[h].positions[i];
     // Best first.
@@ -41,10 +41,10 @@ pub(crate) fn victims(heads: &[Head<'_>], target: u64) -> Vec<Vec<usize>> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Head, victims};
+    use super::{HeadTokens, victims};
 
     fn gone(utilities: &[&[f32]], sure: usize, target: u64) -> Vec<Vec<usize>> {
-        let head = |utility| Head { utility, positions: (0..4).collect(), sure };
+        let head = |utility| HeadTokens { utility, positions: (0..4).collect(), sure };
         victims(&utilities.iter().map(|u| head(*u)).collect::<Vec<_>>(), target)
     }
 
@@ -64,8 +64,8 @@ mod tests {
 
     #[test]
     fn of_equals_the_older_goes_whatever_its_place_in_its_head() {
-        let old = Head { utility: &[0.5, 0.5], positions: vec![10, 11], sure: 0 };
-        let new = Head { utility: &[0.5], positions: vec![12], sure: 0 };
+        let old = HeadTokens { utility: &[0.5, 0.5], positions: vec![10, 11], sure: 0 };
+        let new = HeadTokens { utility: &[0.5], positions: vec![12], sure: 0 };
         assert_eq!(victims(&[old, new], 1), [vec![1, 0], vec![]]);
     }
 }

@@ -221,7 +221,7 @@ impl Biased {
             keep_miss: miss.unwrap_or_default(),
             keep_entropy: entropy.unwrap_or_default(),
         };
-        let choice = DeviceChoice::Ranked { biased, cap, groups };
+        let choice = DeviceChoice::HeadRanking { biased, cap, groups };
         Ok(DevicePlan { choice, fetch, same: model_choice || !(biased || groups.is_some()), averages })
     }
 

@@ -21,7 +21,7 @@ pub struct DevicePlan<'a> {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum DeviceChoice {
     /// The row's logits.
-    Ranked { biased: bool, cap: Option<f32>, groups: Option<Groups> },
+    HeadRanking { biased: bool, cap: Option<f32>, groups: Option<Groups> },
     /// The row's position, or its hash.
     Placed { hashed: bool, stride: u32 },
 }

@@ -35,7 +35,7 @@ pub(crate) struct Prefetched {
     /// Pages in files.
     pub ahead: Option<Ahead>,
     /// Pages in memory, on their way to a device.
-    pub lifted: Option<crate::tiers::upload::Lifted>,
+    pub lifted: Option<crate::tiers::upload::UploadedPages>,
 }
 
 /// The prefetch thread, and its queue.
@@ -304,7 +304,7 @@ impl Levels {
         device: &Arc<crate::device::Device>,
         slots: impl Iterator<Item = &'s Arc<Stored>>,
         used: u64,
-    ) -> Option<crate::tiers::upload::Lifted> {
+    ) -> Option<crate::tiers::upload::UploadedPages> {
         let mut room = self.spare.staging.saturating_sub(used);
         let fits = |slot: &(&Arc<Stored>, &[u32])| match room.checked_sub(slot.0.bytes()) {
             Some(left) => {
@@ -321,7 +321,7 @@ impl Levels {
     pub fn count_lifted<'s>(
         &self,
         slots: impl Iterator<Item = &'s Arc<Stored>>,
-        late: &crate::tiers::upload::Lifted,
+        late: &crate::tiers::upload::UploadedPages,
     ) {
         let all = slots.filter(|slot| !slot.level.staged());
         let all: HashMap<usize, bool> = all.map(|slot| (key(slot), late.address(slot).is_some())).collect();

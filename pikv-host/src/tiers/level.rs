@@ -20,7 +20,7 @@ pub(crate) struct Level {
     pub index: usize,
     /// `None` for a tier in host memory.
     store: Option<Box<dyn PageStore>>,
-    room: Mutex<Room>,
+    room: Mutex<FreeRanges>,
     /// Whether freed pages are overwritten, and the counter of failures to do so.
     wipe: bool,
     failures: Arc<Counts>,
@@ -28,13 +28,13 @@ pub(crate) struct Level {
 
 /// The free ranges of a tier.
 #[derive(Debug)]
-struct Room {
+struct FreeRanges {
     used: u64,
     /// For a store: free ranges by start, none adjacent to another.
     free: BTreeMap<u64, u64>,
 }
 
-impl Room {
+impl FreeRanges {
     /// Takes `bytes` contiguous bytes at the lowest start.
     fn take(&mut self, bytes: u64) -> Option<u64> {
         let (&start, &len) = self.free.iter().find(|(_, len)| **len >= bytes)?;
@@ -89,14 +89,14 @@ impl Level {
         };
         let store = open.as_ref().map(|open| open()).transpose().map_err(failed)?;
         let free = (*capacity > 0).then_some((0, *capacity)).into_iter().collect();
-        let room = Mutex::new(Room { used: 0, free });
+        let room = Mutex::new(FreeRanges { used: 0, free });
         let (name, failures) = (name.clone(), failures.clone());
         Ok(Level { name, capacity: *capacity, index, store, room, wipe, failures })
     }
 
     /// The level of pages stored on ranks of a fabric.
     pub fn fabric() -> Level {
-        let room = Mutex::new(Room { used: 0, free: BTreeMap::new() });
+        let room = Mutex::new(FreeRanges { used: 0, free: BTreeMap::new() });
         let (name, failures) = ("fabric".to_owned(), Arc::default());
         Level { name, capacity: u64::MAX, index: 0, store: None, room, wipe: false, failures }
     }
@@ -119,7 +119,7 @@ impl Level {
         self.store.is_some()
     }
 
-    fn room(&self) -> MutexGuard<'_, Room> {
+    fn room(&self) -> MutexGuard<'_, FreeRanges> {
         self.room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -275,10 +275,10 @@ impl Drop for Stored {
 mod tests {
     use super::*;
 
-    /// Compares `Room` with a map of single bytes.
+    /// Compares `FreeRanges` with a map of single bytes.
     #[test]
     fn first_fit_and_joined_again() {
-        let mut room = Room { used: 0, free: [(0, 100)].into() };
+        let mut room = FreeRanges { used: 0, free: [(0, 100)].into() };
         let mut taken = [false; 100];
         let mut held: Vec<(u64, u64)> = Vec::new();
         let mut x = 1u32;

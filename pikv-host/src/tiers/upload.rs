@@ -2,9 +2,9 @@
 
 use crate::base::error::Error;
 use crate::device::Device;
-use crate::device::lifts::Lift;
 use crate::device::memory::{Memory, Pinned};
 use crate::device::stream::Event;
+use crate::device::upload_buffers::UploadBuffers;
 use crate::tiers::Stored;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -12,9 +12,9 @@ use std::sync::{Arc, PoisonError};
 
 /// Pages on the device, or being copied to it; dropping it frees the memory for later pages.
 #[derive(Debug)]
-pub(crate) struct Lifted {
+pub(crate) struct UploadedPages {
     /// Taken on drop.
-    lift: Option<Lift>,
+    lift: Option<UploadBuffers>,
     /// Address of each page, by the address of its slot; slots are held so that their addresses stay unique.
     at: HashMap<usize, (Arc<Stored>, u64)>,
     device: Arc<Device>,
@@ -25,7 +25,7 @@ impl Device {
     pub fn lift<'a>(
         self: &Arc<Self>,
         pages: impl Iterator<Item = (&'a Arc<Stored>, &'a [u32])>,
-    ) -> Result<Lifted, Error> {
+    ) -> Result<UploadedPages, Error> {
         self.enter()?;
         let (mut at, mut order, mut words) = (HashMap::new(), Vec::new(), 0);
         for (slot, page) in pages {
@@ -35,23 +35,26 @@ impl Device {
                 order.push(page);
             }
         }
-        let mut lifted = Lifted { lift: None, at, device: self.clone() };
+        let mut lifted = UploadedPages { lift: None, at, device: self.clone() };
         if words == 0 {
             return Ok(lifted);
         }
         let spare = {
             let mut spare = self.lifts.spare.lock().unwrap_or_else(PoisonError::into_inner);
             // If none is finished, the one used longest ago.
-            let at = spare.iter().position(Lift::is_over).unwrap_or(0);
+            let at = spare.iter().position(UploadBuffers::is_over).unwrap_or(0);
             (at < spare.len()).then(|| spare.remove(at))
         };
         let lift = match spare {
             Some(lift) => lift,
-            None => {
-                Lift { host: Pinned::default(), memory: Memory::default(), done: Event::new()?, read: None }
-            }
+            None => UploadBuffers {
+                host: Pinned::default(),
+                memory: Memory::default(),
+                done: Event::new()?,
+                read: None,
+            },
         };
-        let Lift { host, memory, done, read } = lifted.lift.insert(lift);
+        let UploadBuffers { host, memory, done, read } = lifted.lift.insert(lift);
         // A prefetch that was never used was never waited for.
         done.wait()?;
         if let Some(read) = read {
@@ -76,7 +79,7 @@ impl Device {
     }
 }
 
-impl Lifted {
+impl UploadedPages {
     /// Device address of a page, if it is among them.
     pub fn address(&self, slot: &Arc<Stored>) -> Option<u64> {
         self.at.get(&(Arc::as_ptr(slot) as usize)).map(|(_, at)| *at)
@@ -85,14 +88,14 @@ impl Lifted {
     /// Makes later work on the device's stream wait for the copies.
     pub fn before(&self) -> Result<(), Error> {
         self.device.enter()?;
-        if let Some(Lift { done, .. }) = &self.lift {
+        if let Some(UploadBuffers { done, .. }) = &self.lift {
             done.before(&self.device.stream)?;
         }
         Ok(())
     }
 }
 
-impl Drop for Lifted {
+impl Drop for UploadedPages {
     fn drop(&mut self) {
         let _ = self.device.enter();
         let Some(mut lift) = self.lift.take() else { return };

@@ -7,18 +7,18 @@ use std::sync::Arc;
 
 /// Pages on a device; there are none.
 #[derive(Debug)]
-pub(crate) enum Lifted {}
+pub(crate) enum UploadedPages {}
 
 impl Device {
     pub fn lift<'a>(
         self: &Arc<Self>,
         _pages: impl Iterator<Item = (&'a Arc<Stored>, &'a [u32])>,
-    ) -> Result<Lifted, Error> {
+    ) -> Result<UploadedPages, Error> {
         match **self {}
     }
 }
 
-impl Lifted {
+impl UploadedPages {
     pub fn address(&self, _: &Arc<Stored>) -> Option<u64> {
         match *self {}
     }

@@ -1,6 +1,6 @@
 //! One block of pages, for the rows of an item.
 
-use crate::attend::forest::Listed;
+use crate::attend::forest::ListedPage;
 use crate::attend::job::{Item, Job};
 use crate::attend::queries::Packed;
 use crate::base::ids::Place;
@@ -12,8 +12,8 @@ use pikv_core::page::MAX_DIM;
 use pikv_core::warp::LANES;
 use pikv_lanes::attend::{Block, Common, PackedBlock, Raw, bundles};
 
-fn reference<'a>(page: &Listed<'a>) -> PackedRef<'a> {
-    let Listed { words, live, last, by, .. } = *page;
+fn reference<'a>(page: &ListedPage<'a>) -> PackedRef<'a> {
+    let ListedPage { words, live, last, by, .. } = *page;
     PackedRef { words, live, last, by }
 }
 
@@ -81,7 +81,7 @@ impl Job<'_> {
 
     /// A block of packed pages. If some of them were packed again, each row is attended on its own, over the forms that it reads. This
     /// happens only while a rollback can restore the first form.
-    fn packed(&self, pages: &[Listed<'_>], mut all: PackedBlock<'_>, mut raw: Raw<'_>) {
+    fn packed(&self, pages: &[ListedPage<'_>], mut all: PackedBlock<'_>, mut raw: Raw<'_>) {
         let lanes = self.inner.config.lanes;
         let mut list = [PackedRef { words: &[], live: 0, last: 0, by: 0 }; BLOCK];
         if pages.iter().all(|page| page.until.is_none()) {
@@ -139,7 +139,7 @@ impl Job<'_> {
     fn mixed(
         &self,
         item: &Item<'_>,
-        pages: &[Listed<'_>],
+        pages: &[ListedPage<'_>],
         common: Common<'_>,
         part: &mut [f32],
         mut raw: Raw<'_>,

@@ -6,7 +6,7 @@ mod weights;
 use crate::attend::executor::{Cut, Executor, Results};
 use crate::attend::forest::{Done, Forest, Task};
 use crate::attend::job::{Item, Job, TILE, Widest};
-use crate::attend::mass::Wanted;
+use crate::attend::mass::WeightSets;
 use crate::attend::queries::{SCRATCH, Scratch};
 use crate::attend::reduce::Trees;
 use crate::base::error::Error;
@@ -32,7 +32,7 @@ impl Executor for Cpu {
         &self,
         job: &mut Job<'_>,
         forests: &[Forest<'_>],
-        wanted: Option<&[Wanted]>,
+        wanted: Option<&[WeightSets]>,
         results: Results<'_>,
         cut: &mut Cut,
     ) -> Result<(), Error> {

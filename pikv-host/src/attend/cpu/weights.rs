@@ -2,7 +2,7 @@
 
 use crate::attend::forest::Forest;
 use crate::attend::job::{Job, TILE};
-use crate::attend::mass::{Wanted, Weighed};
+use crate::attend::mass::{PageWeights, WeightSets};
 use crate::attend::queries::{SCRATCH, Scratch};
 use crate::base::host_slice::SharedRows;
 use crate::base::parallel::Shared;
@@ -16,10 +16,10 @@ impl Job<'_> {
     pub fn with_mass(
         &self,
         forest: &Forest<'_>,
-        wanted: &Wanted,
+        wanted: &WeightSets,
         out: &SharedRows<'_>,
         lse: &Shared<'_>,
-        weighed: &mut Weighed,
+        weighed: &mut PageWeights,
     ) {
         let group = self.group();
         weighed.start(forest, wanted);

@@ -8,7 +8,7 @@ use crate::cache::step::Step;
 use crate::codec::Unpackable;
 use crate::memory::arena::{Near, Reservation};
 use crate::memory::writes::{Tokens, Write};
-use crate::pages::filing::Layer;
+use crate::pages::filing::LayerPages;
 use crate::policy::Token;
 use pikv_core::page::{PAGE, Position, Slot, Unstorable};
 use pikv_core::plan::LayerShape;
@@ -95,7 +95,7 @@ impl Target<'_> {
     /// Writes the tokens into ring pages.
     fn write(
         &self,
-        state: &mut Layer,
+        state: &mut LayerPages,
         tokens: &Tokens<'_>,
         pages: &mut Reservation,
         room: &mut [Vec<f32>; 2],

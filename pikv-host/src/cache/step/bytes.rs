@@ -4,7 +4,7 @@ use crate::base::chunks::Common;
 use crate::base::error::Error;
 use crate::cache::inner::Inner;
 use crate::cache::sequence::Sequence;
-use crate::pages::filing::Layer;
+use crate::pages::filing::LayerPages;
 use pikv_core::codec::packed::Packed;
 use pikv_core::page::{PAGE, Position};
 use pikv_core::plan::{LayerShape, StoreShape};
@@ -78,7 +78,7 @@ pub(crate) fn step_bytes<'s>(
 }
 
 /// The most bytes that one layer of a sequence takes to grow from `old` to `new` tokens.
-fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<Layer>, old: u32, new: u32) -> u64 {
+fn bytes_needed(inner: &Inner, shape: &LayerShape, layer: &Common<LayerPages>, old: u32, new: u32) -> u64 {
     let (store, experts) = (&layer.store, inner.shape.config.experts);
     let in_common = layer.is_shared();
     let left = store.ring.left(new);

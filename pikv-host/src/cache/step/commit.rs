@@ -8,7 +8,7 @@ use crate::cache::sequence::Sequence;
 use crate::eviction::evict::enforce;
 use crate::fabric::Sent;
 use crate::metrics::report::StepReport;
-use crate::pages::filing::Layer;
+use crate::pages::filing::LayerPages;
 use pikv_core::page::Layout;
 use pikv_core::plan::LayerShape;
 use smallvec::SmallVec;
@@ -60,7 +60,7 @@ impl Step<'_> {
             part.commit(&inner, report.as_deref_mut(), sent.next());
         }
         if let Some(front) = &inner.fabric {
-            let layers: SmallVec<[&[Common<Layer>]; 8]> =
+            let layers: SmallVec<[&[Common<LayerPages>]; 8]> =
                 self.live().map(|part| &part.sequence.layers[..]).collect();
             front.set_aside_thinned(&inner.pool, &layers);
         }

@@ -1,12 +1,12 @@
 //! Saves and restores layers and heads.
 
-use super::{Head, Layer, Original};
+use super::{HeadPages, LayerPages, Original};
 use crate::base::error::{Error, SaveError};
 use crate::base::fields::{Fields, content, put_floats, sure};
 use crate::base::ids::Place;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::{Near, Page};
-use crate::pages::entry::{Entry, Held};
+use crate::pages::entry::{Entry, PageState};
 use crate::pages::ghosts::Ghosts;
 use crate::pages::saved::{In, Out, Words};
 use crate::pages::tags::Tags;
@@ -24,7 +24,7 @@ pub(crate) struct Reach {
     pub limit: u32,
 }
 
-impl Head {
+impl HeadPages {
     /// Adds the ring, the policy's state of it and of the head, the known pages, and the runs with filed tokens.
     pub fn save<'a>(&'a self, layout: &'a Layout, first_tile: u32, reach: Reach, to: &mut Out<'a>) {
         for (tile, page) in (first_tile..).zip(self.ring.iter()) {
@@ -42,13 +42,13 @@ impl Head {
     }
 }
 
-impl Layer {
+impl LayerPages {
     /// Adds the experts of tokens.
     pub fn save_tags(&self, to: &mut Vec<u32>) {
         self.tags.save(to);
     }
 
-    /// Reads the data of [`Layer::save_tags`], and sets what follows from `reach`.
+    /// Reads the data of [`LayerPages::save_tags`], and sets what follows from `reach`.
     ///
     /// # Errors
     /// [`content`] for invalid data.
@@ -64,7 +64,7 @@ impl Layer {
         Ok(())
     }
 
-    /// Reads the data of [`Head::save`] for head `h`.
+    /// Reads the data of [`HeadPages::save`] for head `h`.
     ///
     /// # Errors
     /// [`content`] for invalid data; those of the source, and of the page memory.
@@ -138,7 +138,7 @@ impl Layer {
             head.runs.iter().flat_map(move |(c, run)| run.entries.iter().map(move |entry| (h, c, entry)))
         });
         for (head, run, Entry { held, ordinal, .. }) in entries {
-            let (Held::Closed(closed), Some(codec)) = (held, &self.codecs[head]) else { continue };
+            let (PageState::Closed(closed), Some(codec)) = (held, &self.codecs[head]) else { continue };
             let (by, ordinal) = (closed.by, *ordinal);
             if closed.original.is_some() {
                 self.originals.push_back(Original { head, run, ordinal, by });

@@ -6,8 +6,8 @@ use crate::base::fields::{Fields, content, put_long, sure};
 use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::Near;
-use crate::pages::entry::{Entry, Held};
-use crate::pages::filing::Layer;
+use crate::pages::entry::{Entry, PageState};
+use crate::pages::filing::LayerPages;
 use crate::pages::homes::Homes;
 use crate::pages::run::save::{Lanes, RunOf, load_bounds, save_bounds};
 use crate::pages::saved::{In, Out, within};
@@ -32,7 +32,7 @@ impl Killed {
         put_long(to, self.after);
     }
 
-    fn load(from: &mut Fields<'_>, layer: &Layer) -> Result<Killed, Error> {
+    fn load(from: &mut Fields<'_>, layer: &LayerPages) -> Result<Killed, Error> {
         let by = from.word()?;
         let (head, run) = load_run(from, layer)?;
         let [ordinal, lanes] = [from.word()?, from.word()?];
@@ -41,12 +41,12 @@ impl Killed {
 }
 
 /// Reads the indices of a head and of a run of it.
-fn load_run(from: &mut Fields<'_>, layer: &Layer) -> Result<(usize, usize), Error> {
+fn load_run(from: &mut Fields<'_>, layer: &LayerPages) -> Result<(usize, usize), Error> {
     let head = from.below(layer.heads.len(), "no such KV head")?;
     Ok((head, from.below(layer.heads[head].runs.most(), "no such run of pages")?))
 }
 
-impl Layer {
+impl LayerPages {
     /// Adds the changes that a rollback undoes.
     pub fn save_past<'a>(&'a self, layout: &'a Layout, to: &mut Out<'a>) {
         let past = &self.past;
@@ -81,7 +81,7 @@ impl Layer {
         self.owed.iter().for_each(|(head, run)| to.fields.extend([*head as u32, *run as u32]));
     }
 
-    /// Reads the data of [`Layer::save_past`], after the heads.
+    /// Reads the data of [`LayerPages::save_past`], after the heads.
     ///
     /// # Errors
     /// [`content`] for invalid data; those of the source, and of the page memory.
@@ -190,14 +190,14 @@ impl Compacted {
             least = ordinal + 1;
             let lanes = Lanes { ordinal, fill, read: live };
             let was = if flags & REWRITTEN == 0 {
-                let held = Held::load(from, input, of, lanes, Near::Any)?;
+                let held = PageState::load(from, input, of, lanes, Near::Any)?;
                 Was::Replaced(held.ok_or_else(SaveError::evicted)?)
             } else {
                 let words = from.slice(LANES)?;
                 of.positions(words, lanes, None)?;
                 Was::Rewritten(std::array::from_fn(|lane| words[lane]))
             };
-            let gone = matches!(was, Was::Replaced(Held::Gone { .. }));
+            let gone = matches!(was, Was::Replaced(PageState::Gone { .. }));
             sure(!gone, "a page that is kept and gone")?;
             let bounds = (flags & BOUNDED != 0).then(|| load_bounds(from, of.layout)).transpose()?;
             let homes = if flags & HOMES != 0 { of.load_homes(from)? } else { Homes::default() };

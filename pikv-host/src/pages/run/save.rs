@@ -7,7 +7,7 @@ use crate::base::ids::run_place;
 use crate::codec::HeadCodec;
 use crate::config::shape::CacheShape;
 use crate::memory::arena::{Near, Page};
-use crate::pages::entry::{Away, Closed, Entry, Held};
+use crate::pages::entry::{Away, Closed, Entry, PageState};
 use crate::pages::homes::Homes;
 use crate::pages::saved::{In, Out, Place, Words, within};
 use pikv_core::attend::filled;
@@ -100,16 +100,16 @@ pub(crate) struct Lanes {
     pub read: u32,
 }
 
-impl Held {
+impl PageState {
     /// Adds the storage of a page with `fill` tokens.
     pub fn save<'a>(&'a self, layout: &'a Layout, fill: u32, last: Option<u32>, to: &mut Out<'a>) {
         match self {
-            Held::Gone { last } => to.fields.extend([GONE, *last]),
-            Held::Open(page) => {
+            PageState::Gone { last } => to.fields.extend([GONE, *last]),
+            PageState::Open(page) => {
                 to.fields.push(OPEN);
                 to.pages.push(Words::plain(page, layout, fill));
             }
-            Held::Closed(Closed { packed, original, last, by, old, next }) => {
+            PageState::Closed(Closed { packed, original, last, by, old, next }) => {
                 let flag = |on: bool, flag| if on { flag } else { 0 };
                 let flags = flag(original.is_some(), ORIGINAL) | flag(next.is_some(), NEXT) | flag(*old, OLD);
                 to.fields.extend([CLOSED | flags, *last, *by]);
@@ -117,7 +117,7 @@ impl Held {
                 to.pages.extend(original.iter().map(|page| Words::plain(page, layout, fill)));
                 to.pages.extend(next.iter().map(Words::Page));
             }
-            Held::Away(Away { slot, by }) => {
+            PageState::Away(Away { slot, by }) => {
                 let tier = (slot.level.index as u32).min(u32::MAX >> TIER) << TIER;
                 match by {
                     Some(by) => to.fields.extend([AWAY | PACKED | tier, last.unwrap_or(0), *by]),
@@ -128,7 +128,7 @@ impl Held {
         }
     }
 
-    /// Reads the data of [`Held::save`], for a page near `near`; `None` if it lies behind the tokens to restore.
+    /// Reads the data of [`PageState::save`], for a page near `near`; `None` if it lies behind the tokens to restore.
     ///
     /// # Errors
     /// [`content`] for invalid data; those of the source, and of the page memory.
@@ -138,15 +138,15 @@ impl Held {
         of: &RunOf<'_>,
         lanes: Lanes,
         near: Near<'_>,
-    ) -> Result<Option<Held>, Error> {
+    ) -> Result<Option<PageState>, Error> {
         let word = from.word()?;
         let (plain, shard) = (of.layout.words(), of.shard(lanes.ordinal));
         match word & 0xff {
-            GONE => Ok(Some(Held::Gone { last: from.word()? })),
+            GONE => Ok(Some(PageState::Gone { last: from.word()? })),
             OPEN => {
                 let page = input.wanted(shard, plain, near)?;
                 of.positions(page.as_ref().map_or(&input.buffer, |page| page.positions()), lanes, None)?;
-                Ok(page.map(Held::Open))
+                Ok(page.map(PageState::Open))
             }
             CLOSED => {
                 let codec = of.codec.ok_or_else(|| content("a packed page of a head that packs none"))?;
@@ -171,9 +171,9 @@ impl Held {
                         Some(page)
                     }
                 };
-                Ok(Some(Held::Closed(Closed { packed, original, last, by, old, next })))
+                Ok(Some(PageState::Closed(Closed { packed, original, last, by, old, next })))
             }
-            AWAY => Held::load_away(from, input, of, word, lanes, near),
+            AWAY => PageState::load_away(from, input, of, word, lanes, near),
             _ => Err(content("a page held as nothing that is known")),
         }
     }
@@ -186,13 +186,13 @@ impl Held {
         word: u32,
         lanes: Lanes,
         near: Near<'_>,
-    ) -> Result<Option<Held>, Error> {
+    ) -> Result<Option<PageState>, Error> {
         let (tier, shard) = ((word >> TIER) as usize, of.shard(lanes.ordinal));
         if word & PACKED == 0 {
             let positions = |words: &[u32]| of.positions(words, lanes, None);
             return Ok(match input.away(tier, of.layout.words(), positions)? {
-                Place::Lower(slot) => Some(Held::Away(Away { slot, by: None })),
-                Place::First => Some(Held::Open(input.raised(shard, near)?)),
+                Place::Lower(slot) => Some(PageState::Away(Away { slot, by: None })),
+                Place::First => Some(PageState::Open(input.raised(shard, near)?)),
                 Place::Behind => None,
             });
         }
@@ -201,10 +201,10 @@ impl Held {
         sure(last < of.filed && (last..of.filed).contains(&by), "a page packed by a token to come")?;
         let positions = |words: &[u32]| of.positions(words, lanes, Some((codec, last)));
         Ok(match input.away(tier, codec.packed.words(), positions)? {
-            Place::Lower(slot) => Some(Held::Away(Away { slot, by: Some(by) })),
+            Place::Lower(slot) => Some(PageState::Away(Away { slot, by: Some(by) })),
             Place::First => {
                 let packed = input.raised(shard, near)?;
-                Some(Held::Closed(Closed { packed, original: None, last, by, old: false, next: None }))
+                Some(PageState::Closed(Closed { packed, original: None, last, by, old: false, next: None }))
             }
             Place::Behind => None,
         })
@@ -243,7 +243,7 @@ impl Entry {
     /// Reads the data of [`Entry::save`]; `None` if the page lies behind the tokens to restore.
     ///
     /// # Errors
-    /// Errors of [`Held::load`].
+    /// Errors of [`PageState::load`].
     pub fn load(
         from: &mut Fields<'_>,
         input: &mut In<'_>,
@@ -254,8 +254,8 @@ impl Entry {
         let fill = word & 0xff;
         let sound = (1..=PAGE).contains(&fill) && within(live | pending, fill) && live & pending == 0;
         sure(sound, "a page of tokens that were not written")?;
-        let held = Held::load(from, input, of, Lanes { ordinal, fill, read: live | pending }, near)?;
-        let is_gone = matches!(held, Some(Held::Gone { .. }));
+        let held = PageState::load(from, input, of, Lanes { ordinal, fill, read: live | pending }, near)?;
+        let is_gone = matches!(held, Some(PageState::Gone { .. }));
         sure(!is_gone || live | pending == 0, "tokens of a page that is gone")?;
         if input.until.is_some() && (is_gone || live != filled(fill)) {
             return Err(SaveError::evicted());
@@ -278,7 +278,7 @@ impl Run {
 
     /// Adds the run, without evicted pages whose tokens all lie before `kept`, which no rollback reaches.
     pub fn save<'a>(&'a self, layout: &'a Layout, kept: u32, to: &mut Out<'a>) {
-        let is_left = |entry: &Entry| !matches!(entry.held, Held::Gone { last } if last < kept);
+        let is_left = |entry: &Entry| !matches!(entry.held, PageState::Gone { last } if last < kept);
         let left = self.entries.iter().filter(|entry| is_left(entry));
         to.fields.extend([self.next, self.aged, self.dead, self.filed, left.clone().count() as u32]);
         left.for_each(|entry| entry.save(layout, self.is_tied(entry.ordinal), to));
@@ -289,7 +289,7 @@ impl Run {
     /// data.
     ///
     /// # Errors
-    /// Errors of [`Held::load`].
+    /// Errors of [`PageState::load`].
     pub fn load(
         &mut self,
         from: &mut Fields<'_>,

@@ -7,14 +7,14 @@ use std::sync::Mutex;
 
 /// The stream, and buffers for reuse.
 #[derive(Debug)]
-pub struct Lifts {
-    pub spare: Mutex<Vec<Lift>>,
+pub struct UploadBufferPool {
+    pub spare: Mutex<Vec<UploadBuffers>>,
     pub stream: Stream,
 }
 
 /// Buffers of a batch of pages: device memory, and the pinned memory that it is copied from.
 #[derive(Debug)]
-pub struct Lift {
+pub struct UploadBuffers {
     pub host: Pinned,
     pub memory: Memory,
     /// After the copy.
@@ -23,15 +23,15 @@ pub struct Lift {
     pub read: Option<Event>,
 }
 
-impl Lift {
+impl UploadBuffers {
     /// Whether no kernel reads the buffer any more, so that reuse needs no wait.
     pub fn is_over(&self) -> bool {
         self.read.as_ref().is_none_or(|read| read.passed().is_ok_and(|passed| passed))
     }
 }
 
-impl Lifts {
-    pub fn new() -> Result<Lifts, CudaError> {
-        Ok(Lifts { spare: Mutex::default(), stream: Stream::new()? })
+impl UploadBufferPool {
+    pub fn new() -> Result<UploadBufferPool, CudaError> {
+        Ok(UploadBufferPool { spare: Mutex::default(), stream: Stream::new()? })
     }
 }

@@ -3,10 +3,10 @@
 
 use crate::attend::executor::{Asked, Session};
 use crate::attend::feedback::together;
-use crate::attend::feedback::{Feed, Of};
+use crate::attend::feedback::{HeadFeedback, Of};
 use crate::attend::forest::Forest;
 use crate::attend::job::Job;
-use crate::attend::mass::Wanted;
+use crate::attend::mass::WeightSets;
 use crate::attend::options::ReadPages;
 use crate::attend_cuda::executor::attend_in_place;
 use crate::base::device_slice::{DeviceOutput, DeviceSlice};
@@ -14,8 +14,8 @@ use crate::base::error::Error;
 use crate::base::host_slice::HostSlice;
 use crate::config::HeadCodecs;
 use crate::device::Device;
-use crate::device::downs::Down;
 use crate::device::memory::Memory;
+use crate::device::pinned_copies::PinnedCopy;
 use pikv_core::dtype::Dtype;
 use pikv_core::plan::LayerShape;
 use pikv_core::warp::LANES;
@@ -45,21 +45,21 @@ fn split(words: &[u32], of: DeviceSlice) -> (Cow<'_, [f32]>, &[u32]) {
 /// Attention weights of a layer, on their way to the host.
 #[derive(Debug, Default)]
 pub struct Readback {
-    pub feeds: Vec<Feed>,
+    pub feeds: Vec<HeadFeedback>,
     /// For each feed, its first row of masses, and its pages that are listed in several forms; empty if no masses are wanted.
     pub masses: Vec<(usize, Vec<usize>)>,
     /// The queries, if they are wanted.
     pub q: Option<DeviceSlice>,
     /// The copy of the masses, then the queries, if either is wanted.
-    pub down: Option<Down>,
+    pub down: Option<PinnedCopy>,
     /// Rows of masses.
     pub rows: usize,
 }
 
 #[derive(Debug, Default)]
-struct Layer {
+struct DeferredLayer {
     /// Keys and values of all rows.
-    tokens: Option<(Down, [DeviceSlice; 2])>,
+    tokens: Option<(PinnedCopy, [DeviceSlice; 2])>,
     readback: Option<Readback>,
     sequences: Vec<Of>,
     scale: f32,
@@ -68,21 +68,21 @@ struct Layer {
 }
 
 /// Deferred results of all layers.
-pub(crate) struct Late {
+pub(crate) struct Deferred {
     device: Arc<Device>,
     /// `[layers][CAUSES]`
     faults: Memory,
-    layers: Vec<Layer>,
+    layers: Vec<DeferredLayer>,
 }
 
-impl fmt::Debug for Late {
+impl fmt::Debug for Deferred {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Late").field("layers", &self.layers).finish_non_exhaustive()
     }
 }
 
-impl Late {
-    pub fn new(device: &Arc<Device>, layers: usize) -> Result<Late, Error> {
+impl Deferred {
+    pub fn new(device: &Arc<Device>, layers: usize) -> Result<Deferred, Error> {
         device.enter()?;
         let bytes = (layers * CAUSES * 8) as u64;
         let known = {
@@ -92,8 +92,8 @@ impl Late {
         };
         let faults = known.map_or_else(|| Memory::new(bytes), Ok)?;
         device.fill(faults.address(), u32::MAX, (bytes / 4) as u32)?;
-        let layers = (0..layers).map(|_| Layer::default()).collect();
-        Ok(Late { device: device.clone(), faults, layers })
+        let layers = (0..layers).map(|_| DeferredLayer::default()).collect();
+        Ok(Deferred { device: device.clone(), faults, layers })
     }
 
     pub fn device(&self) -> &Arc<Device> {
@@ -128,7 +128,7 @@ impl Late {
         let heads = shape.query_heads as usize;
         // Row, query head and channel.
         let place = |dim: u32| (at / (heads * dim as usize), at / dim as usize % heads, at % dim as usize);
-        let Layer { scale, out, .. } = self.layers[layer];
+        let DeferredLayer { scale, out, .. } = self.layers[layer];
         match cause {
             0 => unstorable("k", layout.k_dim, layout.k),
             1 => unstorable("v", layout.v_dim, layout.v),
@@ -145,7 +145,7 @@ impl Late {
     }
 }
 
-impl Session for Late {
+impl Session for Deferred {
     fn check(&self, what: &'static str, slice: DeviceSlice) -> Result<(), Error> {
         self.device.check(what, slice)
     }
@@ -155,16 +155,16 @@ impl Session for Late {
     }
 
     fn fault(&self, layer: usize, cause: usize) -> u64 {
-        Late::fault(self, layer, cause)
+        Deferred::fault(self, layer, cause)
     }
 
     fn attend(
         &mut self,
         job: &Job<'_>,
         forests: &[Forest<'_>],
-        wanted: Option<&[Wanted]>,
+        wanted: Option<&[WeightSets]>,
         output: DeviceOutput,
-        seen: &mut Vec<Feed>,
+        seen: &mut Vec<HeadFeedback>,
         asked: Asked,
     ) -> Result<(), Error> {
         let readback = attend_in_place(job, forests, wanted, output, seen, asked.queries, self)?;
@@ -193,7 +193,7 @@ impl Session for Late {
     }
 
     fn owes(&self) -> bool {
-        let told = |layer: &Layer| {
+        let told = |layer: &DeferredLayer| {
             layer.tokens.is_some() || layer.readback.as_ref().is_some_and(|readback| readback.down.is_some())
         };
         self.layers.iter().any(told)
@@ -234,10 +234,10 @@ impl Session for Late {
         self.layers[layer].sequences[sequence].read
     }
 
-    fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<Feed>> {
-        let Layer { readback, sequences, .. } = &mut self.layers[layer];
+    fn feeds(&mut self, layer: usize, shape: &LayerShape) -> Option<Vec<HeadFeedback>> {
+        let DeferredLayer { readback, sequences, .. } = &mut self.layers[layer];
         let Readback { mut feeds, masses, q, down, rows } = readback.take()?;
-        let words = down.as_ref().map_or(&[][..], Down::words);
+        let words = down.as_ref().map_or(&[][..], PinnedCopy::words);
         let (mass, rest) = words.split_at(rows * LANES);
         let q = q.map(|q| split(rest, q).0);
         for (feed, (first, passes)) in feeds.iter_mut().zip(masses) {
@@ -255,9 +255,9 @@ impl Session for Late {
     }
 }
 
-impl Drop for Late {
+impl Drop for Deferred {
     fn drop(&mut self) {
-        for Layer { tokens, readback, .. } in mem::take(&mut self.layers) {
+        for DeferredLayer { tokens, readback, .. } in mem::take(&mut self.layers) {
             let downs = tokens.map(|of| of.0).into_iter().chain(readback.and_then(|readback| readback.down));
             downs.for_each(|down| self.device.downs.put_back(down));
         }

@@ -7,14 +7,14 @@ use std::sync::{Mutex, PoisonError};
 
 /// A copy to pinned memory.
 #[derive(Debug)]
-pub struct Down {
+pub struct PinnedCopy {
     host: Pinned,
     words: usize,
     /// After the copy.
     pub done: Event,
 }
 
-impl Down {
+impl PinnedCopy {
     /// The words. Wait for `done` first.
     pub fn words(&self) -> &[u32] {
         &self.host.words()[..self.words]
@@ -23,14 +23,14 @@ impl Down {
 
 /// Buffers for reuse.
 #[derive(Debug, Default)]
-pub struct Downs {
-    spare: Mutex<Vec<Down>>,
+pub struct PinnedCopies {
+    spare: Mutex<Vec<PinnedCopy>>,
     pub faults: Mutex<Vec<Memory>>,
 }
 
-impl Downs {
+impl PinnedCopies {
     /// Starts copies of bytes from several places; each starts at a word of the result.
-    pub fn bring(&self, stream: &Stream, places: &[(u64, usize)]) -> Result<Down, Error> {
+    pub fn bring(&self, stream: &Stream, places: &[(u64, usize)]) -> Result<PinnedCopy, Error> {
         let all = places.iter().map(|(_, bytes)| bytes.div_ceil(4)).sum();
         let taken = {
             let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
@@ -41,7 +41,7 @@ impl Downs {
         };
         let mut down = match taken {
             Some(down) => down,
-            None => Down { host: Pinned::default(), words: 0, done: Event::new()? },
+            None => PinnedCopy { host: Pinned::default(), words: 0, done: Event::new()? },
         };
         let brought = down.bring(stream, places, all);
         if let Err(error) = brought {
@@ -51,12 +51,12 @@ impl Downs {
         Ok(down)
     }
 
-    pub fn put_back(&self, down: Down) {
+    pub fn put_back(&self, down: PinnedCopy) {
         self.spare.lock().unwrap_or_else(PoisonError::into_inner).push(down);
     }
 }
 
-impl Down {
+impl PinnedCopy {
     fn bring(&mut self, stream: &Stream, places: &[(u64, usize)], all: usize) -> Result<(), Error> {
         // A copy whose result was not needed may still run.
         self.done.wait()?;
