@@ -2,8 +2,8 @@
 
 use crate::setup::{Kind, Row, config, held, row, run};
 use pikv::policy::{
-    Budget, Candidates, Chunks, Duo, Eviction, ExpectedAttention, H2o, LruPlus, MassFeedback, Policy, Seen,
-    SnapKv, StreamingLlm,
+    AdaKvLit, Budget, Candidates, Chunks, Duo, Eviction, ExpectedAttention, H2o, LruPlus, MassFeedback,
+    Policy, Seen, SnapKv, StreamingLlm,
 };
 use pikv::shape::LANES;
 use pikv::{Attend, AttendOutput, Cache, CacheConfig, ConfigError, Error, ReadPages, Sequence};
@@ -54,6 +54,7 @@ fn options_out_of_range() {
     let snap = SnapKv::default;
     let expected = || ExpectedAttention::new(None, false);
     let plus = |decay| Eviction::new(LruPlus::default().decay(decay), budget());
+    let lit = |set: fn(AdaKvLit) -> AdaKvLit| Eviction::new(set(AdaKvLit::default()), budget());
     let chunks = Chunks::new(snap().window(0), NonZeroU32::MIN);
     for (rule, name, value) in [
         (Eviction::new(snap().window(0), budget()), "window", 0.0),
@@ -65,6 +66,14 @@ fn options_out_of_range() {
         (plus(0.0), "decay", 0.0),
         (plus(1.5), "decay", 1.5),
         (plus(f32::INFINITY), "decay", f64::INFINITY),
+        (lit(|policy| policy.alpha([0.5, -0.5, 1.0])), "alpha", -0.5),
+        (lit(|policy| policy.alpha([0.0; 3])), "alpha", 0.0),
+        (lit(|policy| policy.target(1.5)), "target", 1.5),
+        (lit(|policy| policy.gamma(0.0)), "gamma", 0.0),
+        (lit(|policy| policy.rate(0.0)), "rate", 0.0),
+        (lit(|policy| policy.rate(1.5)), "rate", 1.5),
+        (lit(|policy| policy.half_life(0.0)), "half_life", 0.0),
+        (lit(|policy| policy.half_life(f32::INFINITY)), "half_life", f64::INFINITY),
     ] {
         let error = Cache::new(config(2).evict_layer(1, rule)).unwrap_err();
         let Error::Config(ConfigError::PolicyOption { layer: 1, option, .. }) = &error else {
@@ -77,6 +86,7 @@ fn options_out_of_range() {
     // The least values that work.
     for rule in [
         Eviction::new(snap().window(1).pool(1), budget()),
+        lit(|policy| policy.alpha([0.0, 0.0, 1.0]).target(0.0).gamma(-0.01).rate(1.0)),
         Eviction::new(expected().ahead(1).memory(1), budget()),
         plus(1.0),
     ] {

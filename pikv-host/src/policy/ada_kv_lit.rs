@@ -1,7 +1,7 @@
 //! AdaKV-lit: a weighted sum of features with an adaptive threshold (PiKV, arXiv 2508.06526).
 
 use super::lru::{age, stored};
-use super::{Candidates, HeadSeen, MassFeedback, Policy, Seen, Token};
+use super::{Candidates, HeadSeen, MassFeedback, OptionError, Policy, Seen, Token};
 use pikv_core::warp::LANES;
 
 /// `u = sum alpha_j phi_j` of three features in 0..=1; tokens with `u < theta` are evicted even within the budget:
@@ -23,11 +23,11 @@ use pikv_core::warp::LANES;
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct AdaKvLit {
-    /// Weights of recency, mass and frequency, 1/3 each by default; at least 0.
+    /// Weights of recency, mass and frequency, 1/3 each by default; at least 0, and one of them above 0.
     pub alpha: [f32; 3],
     /// Hit rate to reach, in 0..=1; 0.9 by default. It does not affect the parts of a shared budget.
     pub target: f32,
-    /// Step of the threshold, above 0; 0.01 by default.
+    /// Step of the threshold, 0.01 by default; not 0, and below 0 for the paper's sign.
     pub gamma: f32,
     /// Weight of the newest observed row in the mean hit rate, above 0 and at most 1; 0.1 by default.
     pub rate: f32,
@@ -67,6 +67,23 @@ impl Policy for AdaKvLit {
         let [recency, mass, frequency] = self.alpha;
         let AdaKvLit { target, gamma, rate, half_life, .. } = *self;
         [recency, mass, frequency, target, gamma, rate, half_life].iter().for_each(|x| to(&x.to_le_bytes()));
+    }
+
+    fn check(&self) -> Result<(), OptionError> {
+        let AdaKvLit { alpha, target, gamma, rate, half_life, .. } = *self;
+        let any = alpha.iter().any(|weight| *weight > 0.0);
+        let alpha = alpha.map(|weight| {
+            let fits = any && (0.0..=f32::MAX).contains(&weight);
+            ("alpha", weight, fits, "at least 0 and finite, and one of the three above 0")
+        });
+        let others = [
+            ("target", target, (0.0..=1.0).contains(&target), "in 0..=1"),
+            ("gamma", gamma, gamma.is_finite() && gamma != 0.0, "finite and not 0"),
+            ("rate", rate, rate > 0.0 && rate <= 1.0, "above 0 and at most 1"),
+            ("half_life", half_life, half_life > 0.0 && half_life.is_finite(), "above 0 and finite"),
+        ];
+        let wrong = alpha.into_iter().chain(others).find(|(_, _, fits, _)| !fits);
+        wrong.map_or(Ok(()), |(name, value, _, range)| Err(OptionError::new(name, value.into(), range)))
     }
 
     fn feedback(&self) -> MassFeedback {
