@@ -130,7 +130,7 @@ struct ForestPart {
     page: u32,
     /// The tokens of its rows.
     tokens: Range<u32>,
-    /// Its entries in the list `weighed`.
+    /// Its part of the wave's list `weighed`.
     weighed: Range<u32>,
 }
 

@@ -26,7 +26,7 @@ impl<'a> Finder<'a> {
         }
         let i = find(self.entries, self.stretch.end, ordinal)?;
         let adjacent = |last: Option<&Entry>, n: usize| {
-            last.filter(|last| (last.ordinal - ordinal) as usize == n - 1).map(|_| i..i + n)
+            last.filter(|last| last.ordinal.checked_sub(ordinal) == Some(n as u32 - 1)).map(|_| i..i + n)
         };
         let chunk = self.entries.rest_of_chunk(i);
         let all = adjacent(self.entries.back(), self.entries.len() - i);

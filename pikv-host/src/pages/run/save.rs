@@ -326,6 +326,9 @@ impl Run {
             return Err(SaveError::evicted());
         }
         sure((fills..=of.filed).contains(&filed), "more tokens in pages than were filed")?;
+        // Of a sequence restored at an earlier length the newest pages are not read.
+        let whole = input.until.is_none() && self.room().is_some();
+        sure(!whole || least == next, "a page with room that is not the newest")?;
         (self.next, self.aged, self.dead, self.filed) = (next, aged, dead, filed);
         self.kept.load(from, pages)
     }
