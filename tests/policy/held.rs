@@ -1,11 +1,11 @@
 //! Tokens held by heads after every step, compared with the slow model.
 
 use crate::model::{ALL, Def, Model};
-use crate::setup::{Kind, config};
-use pikv::policy::Budget;
+use crate::setup::{Kind, Row, config, eviction, held, row, run};
+use pikv::policy::{Budget, Candidates, Policy, StreamingLlm};
 use pikv::shape::PAGE;
 use pikv::shard::ShardMap;
-use pikv::{Dtype, Layout};
+use pikv::{Cache, Dtype, Layout};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -163,6 +163,60 @@ fn play(case: &Case) {
     model.check_contents();
     drop(model);
     assert_eq!(cache.usage().shards.iter().sum::<u64>(), 0);
+}
+
+/// StreamingLLM by a ranking of all tokens.
+#[derive(Debug)]
+struct RankedByAge;
+
+impl Policy for RankedByAge {
+    fn name(&self) -> &str {
+        "StreamingLLM, ranked"
+    }
+
+    fn sinks(&self) -> u32 {
+        4
+    }
+
+    fn rank(&self, _: &Candidates<'_>, utility: &mut [f32]) {
+        utility.fill(0.0);
+    }
+}
+
+/// Streams so long that whole pages are the oldest tokens, of one run and of several, with pinned tokens within a page and over its end:
+/// what the ranking of all tokens evicts.
+#[test]
+fn whole_pages_of_the_oldest_tokens() {
+    type Pins = &'static [(u32, u32)];
+    let cases: [((u32, u32), Pins); 5] = [
+        ((1, 1), &[]),
+        ((1, 1), &[(50, 40), (120, 2)]),
+        ((3, 1), &[]),
+        ((3, 2), &[(70, 200)]),
+        ((20, 1), &[]),
+    ];
+    for ((experts, top_k), pins) in cases {
+        for batch in [1, 37, 150] {
+            let with = |policy: Box<dyn Policy>| {
+                let config = config(1).experts(experts, top_k);
+                let cache =
+                    Cache::new(config.evict(eviction(policy, Budget::Tokens(300)).batch(batch))).unwrap();
+                let mut sequence = cache.sequence();
+                pins.iter().for_each(|(from, n)| sequence.pin(*from..from + n));
+                let rows =
+                    |at: u64| (20 * at..20 * at + 20).map(|p| row(cache.config(), Kind::Noise, p)).collect();
+                let after = |at: u64| {
+                    let rows: Vec<Row> = rows(at);
+                    run(&cache, &mut sequence, &rows, |_, _, _, _| ());
+                    [0, 1].map(|h| held(&sequence, 0, h))
+                };
+                (0..45).map(after).collect::<Vec<_>>()
+            };
+            let expected = with(Box::new(RankedByAge));
+            assert!(expected.last().unwrap().iter().all(|held| held.len() <= 300));
+            assert_eq!(with(Box::new(StreamingLlm)), expected, "{experts} experts, pins {pins:?}, {batch}");
+        }
+    }
 }
 
 proptest! {

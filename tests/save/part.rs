@@ -172,6 +172,45 @@ fn damage_behind_what_is_wanted_is_seen() {
     }
 }
 
+/// Writes the checksum `actual`, in hexadecimal, to a file.
+fn sign(bytes: &mut [u8], actual: &str) {
+    let end = bytes.len() - 32;
+    for (to, i) in bytes[end..].iter_mut().zip(0..) {
+        *to = u8::from_str_radix(&actual[2 * i..2 * i + 2], 16).unwrap();
+    }
+}
+
+/// A page with room for tokens is the newest of its run. With another count of pages, later tokens would be filed under an ordinal that no
+/// page has.
+#[test]
+fn the_page_with_room_is_the_newest() {
+    let cache = Cache::new(config(1, 0)).unwrap();
+    let mut sequence = cache.sequence();
+    feed(&cache, &mut sequence, 300);
+    let file = saved(&sequence);
+    drop(sequence);
+    let numbers = safetensors::SafeTensors::read_metadata(&file).unwrap().0 + 8;
+    let word = |at: usize| u32::from_le_bytes(file[at..at + 4].try_into().unwrap());
+    // A run begins with: next ordinal, first page not packed twice, evicted lanes, tokens filed, pages.
+    let is_run = |at: &usize| {
+        let [next, _, dead, filed, pages] = [0, 4, 8, 12, 16].map(|from| word(at + from));
+        next == pages && dead == 0 && (200..300).contains(&filed) && next == filed.div_ceil(32)
+    };
+    let runs: Vec<usize> = (numbers..file.len() - 52).step_by(4).filter(is_run).collect();
+    assert_eq!(runs.len(), 2 * LAYERS, "one for each KV head of each layer");
+    for at in runs {
+        assert!(!word(at + 12).is_multiple_of(32), "the last page has room");
+        let mut bytes = file.clone();
+        bytes[at..at + 4].copy_from_slice(&(word(at) + 1).to_le_bytes());
+        let mut error = cache.restore(&mut &bytes[..]).unwrap_err();
+        if let Error::Save(SaveError::Sum { actual, .. }) = &error {
+            sign(&mut bytes, actual);
+            error = cache.restore(&mut &bytes[..]).unwrap_err();
+        }
+        assert!(error.to_string().contains("room that is not the newest"), "{error}");
+    }
+}
+
 /// Files with invalid numbers and a matching checksum are refused, or the first tokens continue.
 #[test]
 fn hostile_files_are_refused_or_go_on() {
@@ -196,10 +235,7 @@ fn hostile_files_are_refused_or_go_on() {
             let len = rng.below(300);
             let restored = match cache.restore_prefix(len, &mut &bytes[..]) {
                 Err(Error::Save(SaveError::Sum { actual, .. })) => {
-                    let end = bytes.len() - 32;
-                    for (to, i) in bytes[end..].iter_mut().zip(0..) {
-                        *to = u8::from_str_radix(&actual[2 * i..2 * i + 2], 16).unwrap();
-                    }
+                    sign(&mut bytes, &actual);
                     cache.restore_prefix(len, &mut &bytes[..])
                 }
                 restored => restored,
