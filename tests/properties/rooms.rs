@@ -98,6 +98,92 @@ fn the_least_recently_stepped_goes_first_and_no_more_than_needed() {
     }
 }
 
+/// Five forks of one prompt, each with 40 tokens of its own; the prompt itself is dropped.
+fn forked_chats(cache: &Cache) -> Vec<Parkable> {
+    let mut prompt = cache.sequence();
+    add(cache, &mut prompt, 7, 256).unwrap();
+    let fork = |seed| {
+        let mut fork = prompt.fork();
+        add(cache, &mut fork, seed, 40).unwrap();
+        Parkable::new(fork)
+    };
+    (0..5).map(fork).collect()
+}
+
+/// What the forks' next tokens give, and what they give where nobody was parked.
+fn compare_forks(cache: &Cache, chats: &mut [Parkable]) {
+    let other = self::cache(200, 0);
+    let mut alone = forked_chats(&other);
+    for (seed, (chat, alone)) in (0..).zip(chats.iter_mut().zip(&mut alone)) {
+        let got = add(cache, &mut chat.awake().unwrap(), seed, 5).unwrap();
+        assert_eq!(got, add(&other, &mut alone.awake().unwrap(), seed, 5).unwrap());
+    }
+}
+
+#[test]
+fn sequences_that_have_to_go_at_once_share_their_pages_in_the_tier() {
+    let cache = cache(200, 1000);
+    let mut chats = forked_chats(&cache);
+    let usage = cache.usage();
+    let ids: Vec<u64> = chats.iter().map(Parkable::id).collect();
+    let made = cache.make_room(usage.budget).unwrap();
+    assert_eq!((made.freed, made.parked), (usage.taken, ids));
+    // One by one, each would have the prompt's pages for itself.
+    let each: u64 = chats.iter().map(Parkable::bytes).sum();
+    assert_eq!(cache.usage().tiers[0].bytes, usage.taken);
+    assert!(each > 2 * usage.taken, "{each} {}", usage.taken);
+    compare_forks(&cache, &mut chats);
+}
+
+/// Whatever is missing, the fewest in turn are parked that have it: their own pages, and at the end the prompt's.
+#[test]
+fn no_more_are_parked_together_than_needed() {
+    let whole = {
+        let cache = cache(200, 1000);
+        let _chats = forked_chats(&cache);
+        cache.usage().taken
+    };
+    for missing in (1..=whole).step_by(page() as usize / 2) {
+        let cache = cache(200, 1000);
+        let chats = forked_chats(&cache);
+        let usage = cache.usage();
+        let made = cache.make_room(usage.budget - usage.taken + missing).unwrap();
+        assert!(made.freed >= missing && made.available >= missing);
+        assert_eq!(
+            (made.parked.len(), made.demoted.len()),
+            (parked(&chats).iter().filter(|on| **on).count(), 0)
+        );
+        // Without the last of them there would be too little: those that stay keep the prompt's pages in the first tier.
+        let own = (usage.taken - made.freed) / (chats.len() - made.parked.len()).max(1) as u64;
+        if made.parked.len() < chats.len() {
+            let each = made.freed / made.parked.len() as u64;
+            assert!(own > each, "a fork that stays has its own pages and a share of the prompt's");
+            assert!(made.freed - each < missing, "{} {missing}", made.freed);
+        }
+    }
+}
+
+#[test]
+fn where_not_all_have_room_as_many_are_parked_as_have() {
+    let most = {
+        let cache = cache(200, 1000);
+        let _chats = forked_chats(&cache);
+        cache.usage().taken / page()
+    };
+    for room in 1..=most {
+        let cache = cache(200, room);
+        let mut chats = forked_chats(&cache);
+        let usage = cache.usage();
+        let made = cache.make_room(usage.budget).unwrap();
+        let lower = cache.usage().tiers[0].bytes;
+        assert!(lower <= room * page() && made.freed == usage.taken - cache.usage().taken, "{room}");
+        assert_eq!(made.parked.len(), parked(&chats).iter().filter(|on| **on).count());
+        assert_eq!(made.parked.len() == chats.len(), room == most, "{room}");
+        assert!(made.freed > 0, "{room}: full pages fit one by one");
+        compare_forks(&cache, &mut chats);
+    }
+}
+
 /// A checkpoint shares its sequence's layers and lists of pages: both are the sequence's own.
 #[test]
 fn checkpoints_of_its_own_keep_no_sequence_here() {

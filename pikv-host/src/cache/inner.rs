@@ -68,7 +68,7 @@ impl Inner {
         let arenas = &self.pool.arenas;
         let available = || arenas.budget().saturating_sub(arenas.taken());
         let (mut made, mut failed) = (MadeRoom::default(), None);
-        let mut turns = None;
+        let (mut turns, mut done) = (None, 0);
         loop {
             let missing = bytes.saturating_sub(available());
             if missing == 0 {
@@ -81,10 +81,10 @@ impl Inner {
                 continue;
             }
             let turns = turns.get_or_insert_with(|| match self.pool.tiers.is_some() {
-                true => self.parkables.in_turn(&self.pool, priority).into_iter(),
-                false => Vec::new().into_iter(),
+                true => self.parkables.in_turn(&self.pool, priority),
+                false => Vec::new(),
             });
-            let Some(slot) = turns.next() else {
+            let Some((slot, next)) = turns[done..].split_first() else {
                 let asked = |turn: &Turn| priority.is_none_or(|most| turn.priority <= most);
                 let lowered = self.lower_with_idle(&mut [], missing, false, asked);
                 made.freed += lowered.freed;
@@ -92,8 +92,10 @@ impl Inner {
                 failed = failed.or(lowered.failed);
                 break;
             };
-            if let Err(error) = slot.lower(&self.pool, missing, &mut made) {
-                failed = failed.or(Some(error));
+            done += 1;
+            match slot.lower(next, &self.pool, missing, &mut made) {
+                Ok(more) => done += more,
+                Err(error) => failed = failed.or(Some(error)),
             }
         }
         made.available = available();

@@ -1,17 +1,18 @@
 //! Sequences that a cache may park by itself to free memory.
 
-use crate::base::chunks::Chunks;
+mod group;
+
 use crate::base::error::Error;
 use crate::cache::Cache;
-use crate::cache::owners::References;
 use crate::cache::parkables::{MadeRoom, ParkableSlot, Turn};
 use crate::cache::save::Parked;
 use crate::cache::sequence::Sequence;
-use crate::memory::arena::Page;
 use crate::memory::pool::Pool;
-use crate::pages::sealed::Sealed;
+use group::Group;
 use pikv_core::page::Position;
+use std::any::Any;
 use std::fmt;
+use std::iter;
 use std::mem;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -71,33 +72,24 @@ impl ParkableSlot for Slot {
         Some((turn, Box::new(Awake { state })))
     }
 
-    fn lower(&self, pool: &Pool, missing: u64, made: &mut MadeRoom) -> Result<(), Error> {
-        let Some(mut state) = self.idle() else { return Ok(()) };
-        let State::Awake(sequence) = &mut *state else { return Ok(()) };
-        if !may_go(sequence, pool) {
-            return Ok(());
-        }
-        let own = sequence.own_bytes();
-        if own == 0 {
-            return Ok(());
-        }
-        match sequence.park(1) {
-            Ok(parked) => {
-                *state = State::Parked(parked);
-                made.freed += own;
-                made.parked.push(self.id);
-                Ok(())
+    fn lower(
+        &self,
+        next: &[Arc<dyn ParkableSlot>],
+        pool: &Pool,
+        missing: u64,
+        made: &mut MadeRoom,
+    ) -> Result<usize, Error> {
+        let next = next.iter().filter_map(|slot| (&**slot as &dyn Any).downcast_ref());
+        let slots: Vec<&Slot> = iter::once(self).chain(next).collect();
+        let mut group = Group::new(&slots, pool, missing);
+        while let Err(error) = group.park(made) {
+            match error {
+                Error::TierFull { .. } if group.len() > 1 => group.keep(group.len() / 2),
+                Error::TierFull { .. } => return group.demote(missing, made).map(|()| group.seen - 1),
+                error => return Err(error),
             }
-            Err(Error::TierFull { .. }) => {
-                let came = sequence.demote(missing)?;
-                made.freed += came;
-                if came > 0 {
-                    made.demoted.push(self.id);
-                }
-                Ok(())
-            }
-            Err(error) => Err(error),
         }
+        Ok(group.seen - 1)
     }
 }
 
@@ -294,8 +286,9 @@ impl DerefMut for Awake<'_> {
 impl Cache {
     /// Frees memory until `bytes` of the budget are free: first prefixes of an index that no sequence reads, then [`Parkable`] sequences,
     /// parked in lower tiers, lowest priority first, among equals the least recently stepped first. Skips sequences that are
-    /// [awake](Parkable::awake), such as those in a step, and those that share all their pages. Stops as soon as enough is free. If no tier
-    /// has room for a whole sequence, its full pages are [demoted](Sequence::demote). Last it demotes pages that such sequences share.
+    /// [awake](Parkable::awake), such as those in a step, and those that share all their pages. Stops as soon as enough is free. Sequences
+    /// that have to go at once are parked [together](Cache::park): a page that they share is written once. If no tier has room for a whole
+    /// sequence, its full pages are [demoted](Sequence::demote). Last it demotes pages that such sequences share.
     ///
     /// [`Cache::begin`], [`Parked::wake`] and [`Cache::restore`] do the same before they return [`Error::OutOfBudget`]; a server calls this
     /// to do it at another time. O(bytes moved, and pages examined).
@@ -330,41 +323,5 @@ impl Cache {
             return Err(Error::NoTiers);
         }
         self.inner.make_room(bytes, None)
-    }
-}
-
-impl Sequence {
-    /// Bytes of pages in the first tier that no other sequence refers to, by the page, its list or its layer.
-    fn own_bytes(&self) -> u64 {
-        // Checkpoints shared with forks do not count.
-        let kept = self.checkpoints.iter().filter(|kept| Arc::strong_count(kept) == 1);
-        let mut layers = References::new();
-        let all = self.layers.iter().chain(kept.flat_map(|kept| &kept.layers));
-        for layer in all {
-            layers.note(layer.holders(), &**layer);
-        }
-        let (mut sealed, mut lists, mut pages) = (References::new(), References::new(), References::new());
-        let mut note = |page: &Page| {
-            pages.note((page.key(), page.handles() as usize), page.bytes());
-        };
-        for layer in layers.own() {
-            for head in &layer.heads {
-                head.ring.iter().for_each(&mut note);
-                let parts = head.runs.iter().flat_map(|(_, run)| run.entries.parts());
-                for (holders, entries) in parts {
-                    lists.note(holders, entries);
-                }
-            }
-            layer.past.pages().flat_map(|held| held.pages()).for_each(&mut note);
-            if let Some(ahead) = &layer.sealed {
-                sealed.note(ahead.holders(), ahead);
-            }
-        }
-        for (holders, entries) in sealed.own().flat_map(Sealed::lists).flat_map(Chunks::parts) {
-            lists.note(holders, entries);
-        }
-        let entries = lists.own().flatten();
-        entries.flat_map(|entry| entry.held.pages()).for_each(&mut note);
-        pages.own().sum()
     }
 }

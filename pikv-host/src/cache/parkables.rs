@@ -3,6 +3,7 @@
 use crate::base::error::Error;
 use crate::cache::sequence::Sequence;
 use crate::memory::pool::Pool;
+use std::any::Any;
 use std::fmt::Debug;
 use std::ops::DerefMut;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,19 +18,26 @@ pub(crate) struct Turn {
 }
 
 /// A sequence that may be parked.
-pub(crate) trait ParkableSlot: Debug + Send + Sync {
+pub(crate) trait ParkableSlot: Any + Debug + Send + Sync {
     /// Place in the order; `None` if the sequence is taken out of its handle, is parked or poisoned, or is not in `pool`.
     fn turn(&self, pool: &Pool) -> Option<Turn>;
 
     /// The sequence and its turn, if it has one; the sequence is locked as long as the guard lives.
     fn lock(&self, pool: &Pool) -> Option<(Turn, Box<dyn DerefMut<Target = Sequence> + '_>)>;
 
-    /// Parks the sequence; if no tier has room for it, demotes `missing` bytes of its pages. Does nothing without a
-    /// [turn](ParkableSlot::turn).
+    /// Parks the sequence, and then sequences of `next` in order, until pages of `missing` bytes are free; all in one call, so that a page
+    /// which they share is written once. If no tier has room for the sequence alone, demotes `missing` bytes of its pages. Skips sequences
+    /// without a [turn](ParkableSlot::turn), and those that share all their pages. Returns how many of `next` were parked or skipped.
     ///
     /// # Errors
-    /// [`Error::Tier`] or [`Error::Device`]. The sequence is unchanged then.
-    fn lower(&self, pool: &Pool, missing: u64, made: &mut MadeRoom) -> Result<(), Error>;
+    /// [`Error::Tier`] or [`Error::Device`]. The sequences are unchanged then.
+    fn lower(
+        &self,
+        next: &[Arc<dyn ParkableSlot>],
+        pool: &Pool,
+        missing: u64,
+        made: &mut MadeRoom,
+    ) -> Result<usize, Error>;
 }
 
 /// The parkable sequences of a cache.
@@ -102,8 +110,14 @@ mod tests {
             None
         }
 
-        fn lower(&self, _: &Pool, _: u64, _: &mut MadeRoom) -> Result<(), Error> {
-            Ok(())
+        fn lower(
+            &self,
+            _: &[Arc<dyn ParkableSlot>],
+            _: &Pool,
+            _: u64,
+            _: &mut MadeRoom,
+        ) -> Result<usize, Error> {
+            Ok(0)
         }
     }
 
