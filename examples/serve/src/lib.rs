@@ -19,6 +19,7 @@ pub mod text;
 
 pub use http::server::Server;
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Limits and storage options of a server.
@@ -30,6 +31,8 @@ pub struct Options {
     pub parking: u64,
     /// Bytes of the budget for prefixes that no request reads; 0 for no index.
     pub prefixes: u64,
+    /// Folder in which answered requests are saved and from which a server starts, with at most `prefixes` bytes of files; needs an index.
+    pub keep: Option<PathBuf>,
     /// Newest tokens of each sequence kept unpacked, and the most tokens that a sequence adds in a step, so that results do not depend on
     /// chunks.
     pub ring: u32,
@@ -55,6 +58,7 @@ impl Default for Options {
             budget: 256 << 20,
             parking: 256 << 20,
             prefixes: 64 << 20,
+            keep: None,
             ring: 128,
             store: Store::Dtype(pikv::Dtype::Bf16),
             step: 256,

@@ -7,7 +7,6 @@ use pikv_serve::model::Model;
 use pikv_serve::{Options, Server, Store, load};
 use std::error::Error;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,6 +16,7 @@ const HELP: &str = "serve [OPTION VALUE]..
   --budget MIB       pages of the first tier, 256
   --parking MIB      host memory for requests that wait, 256; 0 for none
   --prefixes MIB     what the prefix index may hold of the budget, 64; 0 for no index
+  --keep FOLDER      where answered requests are saved, to be found after a start
   --store FORM       f32, f16, bf16 (default), int8 or int4
   --requests N       open requests, 256
   --deadline SECONDS the longest time of a request, 60; a day at most
@@ -24,15 +24,10 @@ const HELP: &str = "serve [OPTION VALUE]..
   --clients N        how many of them, 64
   --csv FILE         where their figures are written";
 
-const DAY: u64 = 24 * 60 * 60;
-
-fn main() -> ExitCode {
-    match run() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("{error}");
-            ExitCode::FAILURE
-        }
+fn main() {
+    if let Err(error) = run() {
+        eprintln!("{error}");
+        std::process::exit(1);
     }
 }
 
@@ -55,9 +50,10 @@ fn run() -> Result<(), Box<dyn Error>> {
             "--budget" => options.budget = bytes()?,
             "--parking" => options.parking = bytes()?,
             "--prefixes" => options.prefixes = bytes()?,
+            "--keep" => options.keep = Some(PathBuf::from(&value)),
             "--store" => options.store = store(&value)?,
             "--requests" => options.requests = number()? as usize,
-            "--deadline" => options.deadline = Duration::from_secs(number()?.min(DAY)),
+            "--deadline" => options.deadline = Duration::from_secs(number()?.min(24 * 60 * 60)),
             "--load" => seconds = number()?,
             "--clients" => load.clients = number()? as usize,
             "--csv" => load.csv = Some(PathBuf::from(&value)),

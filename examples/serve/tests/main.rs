@@ -1,6 +1,7 @@
 //! The server over real connections, with the mixture of experts of this repository and a Llama of a few weights.
 
 mod gone;
+mod kept;
 mod llama;
 mod page;
 mod same;

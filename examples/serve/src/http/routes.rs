@@ -97,10 +97,9 @@ async fn complete(State(front): Shared, request: Request, chat: bool) -> Result<
 
 /// Scope of a prompt's prefix: requests with the same API key. Others could tell from the time of a request which prefixes are known.
 fn scope(model: &Model, headers: &HeaderMap) -> Vec<u8> {
-    let mut scope = model.name.clone().into_bytes();
-    scope.push(0);
-    scope.extend(headers.get(header::AUTHORIZATION).map_or(&[][..], |key| key.as_bytes()));
-    scope
+    let key = headers.get(header::AUTHORIZATION).map_or(&[][..], |key| key.as_bytes());
+    // Not the key itself, since scopes are saved.
+    [model.name.as_bytes(), &[0], blake3::hash(key).as_bytes()].concat()
 }
 
 fn stopped() -> ApiError {

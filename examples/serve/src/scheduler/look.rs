@@ -48,6 +48,7 @@ counts! {
     parked "Times that a request came back from host memory."
     recomputed "Times that a request was put back to be computed again."
     unpublished "Prefixes that could not be taken in."
+    unsaved "Answered requests that could not be saved."
     steps "Steps of the cache."
     rows "Tokens that steps computed."
     generated "Tokens that were chosen."

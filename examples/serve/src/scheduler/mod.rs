@@ -5,6 +5,7 @@
 //! newest requests in host memory; if that is full, their tokens are dropped and computed again later. The oldest is never parked, so every
 //! request ends.
 
+mod kept;
 mod look;
 mod request;
 
@@ -13,6 +14,7 @@ pub use request::{Done, Event, Fault, Job};
 
 use crate::model::Model;
 use crate::{Options, Store};
+use kept::Kept;
 use look::Counts;
 use pikv::prefix::{PrefixIndex, PrefixScope};
 use pikv::save::{Awake, Parkable};
@@ -44,6 +46,7 @@ struct Scheduler {
     options: Options,
     cache: Cache,
     index: Option<PrefixIndex>,
+    kept: Option<Kept>,
     /// Unfinished requests, the oldest first.
     requests: Vec<Request>,
     next_id: u64,
@@ -55,14 +58,19 @@ struct Scheduler {
 /// Starts the thread. It ends when all senders are dropped.
 ///
 /// # Errors
-/// If the cache's configuration is refused or the thread cannot be started.
+/// If the cache's configuration is refused, the thread cannot be started, or prefixes cannot be kept.
 pub fn start(model: Arc<Model>, options: Options) -> Result<Sender<Message>, Box<dyn std::error::Error>> {
     let (sender, receiver) = channel();
     let cache = model.cache(&options)?;
     let index = (options.prefixes > 0).then(|| PrefixIndex::new(&cache, options.prefixes));
+    let kept = match (&options.keep, &index) {
+        (Some(folder), Some(index)) => Some(Kept::open(folder, options.prefixes, &cache, index)?),
+        (Some(_), None) => return Err("prefixes are kept only with an index".into()),
+        (None, _) => None,
+    };
     let (requests, counts, logits) = Default::default();
     let scheduler =
-        Scheduler { model, options, cache, index, requests, next_id: 0, counts, looked: None, logits };
+        Scheduler { model, options, cache, index, kept, requests, next_id: 0, counts, looked: None, logits };
     std::thread::Builder::new().name("scheduler".into()).spawn(move || scheduler.run(&receiver))?;
     Ok(sender)
 }
@@ -88,9 +96,9 @@ impl Scheduler {
             Message::Job(job) => {
                 let needed = self.bytes_at_most(job.prompt.len() + job.max_tokens);
                 if needed > self.options.budget {
-                    let fault = Fault::TooLarge { needed, budget: self.options.budget };
                     self.counts.failed += 1;
-                    let _ = job.to.send(Event::Failed(fault));
+                    let _ =
+                        job.to.send(Event::Failed(Fault::TooLarge { needed, budget: self.options.budget }));
                     return;
                 }
                 self.counts.requests += 1;
@@ -235,8 +243,7 @@ impl Scheduler {
                     } else if !room && self.start_anew(parts[0].0) {
                         most = self.options.step;
                     } else if !room {
-                        let budget = self.options.budget;
-                        return self.fail(&parts, &Fault::TooLarge { needed, budget });
+                        return self.fail(&parts, &Fault::TooLarge { needed, budget: self.options.budget });
                     }
                 }
                 Err(error) => return self.fail(&parts, &Fault::Cache(error.to_string())),
@@ -327,7 +334,7 @@ impl Scheduler {
             return false;
         }
         if len == request.job.prompt.len() {
-            self.publish(at);
+            self.publish(at, false);
         }
         let request = &mut self.requests[at];
         let token = request.job.sampler.choose(logits);
@@ -350,20 +357,28 @@ impl Scheduler {
         }
         let _ = request.job.to.send(Event::Text(text));
         let Some(reason) = reason else { return false };
+        // Before the answer ends: what a client has whole is saved.
+        self.publish(at, true);
+        let request = &self.requests[at];
         let _ = request.job.to.send(request.done(reason));
         self.counts.finished += 1;
-        self.publish(at);
         true
     }
 
-    /// Publishes the request's tokens to the prefix index.
-    fn publish(&mut self, at: usize) {
+    /// Publishes the request's tokens to the prefix index; if the answer is whole, saves what can be found of them. Other requests wait
+    /// meanwhile.
+    fn publish(&mut self, at: usize, whole: bool) {
         let Request { job, tokens, sequence, apart: false, .. } = &mut self.requests[at] else { return };
         let sequence = sequence.as_mut().and_then(Parkable::if_awake);
         if let (Some(index), Some(mut sequence)) = (&self.index, sequence) {
             let known = sequence.next_position().0 as usize;
             let published = index.publish(&PrefixScope::new(&job.scope), &tokens[..known], &mut sequence);
             self.counts.unpublished += u64::from(published.is_err());
+            if let (Some(kept), Ok(found @ 1..), true) = (&self.kept, published, whole) {
+                let cut = sequence.fork_at(found).map_err(Into::into);
+                let saved = cut.and_then(|cut| kept.save(&job.scope, &tokens[..found as usize], &cut));
+                self.counts.unsaved += u64::from(saved.is_err());
+            }
         }
     }
 }
