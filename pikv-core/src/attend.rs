@@ -145,7 +145,7 @@ struct Tops<W: Warp, const R: usize> {
 }
 
 impl<W: Warp, const R: usize> Tops<W, R> {
-    /// Adds the scores of page `i`, and puts them on the shelf, capped and masked.
+    /// Takes the scores of page `i`: caps and masks them, adds them to the maxima, and stores them in the shelf, the block's scores.
     #[inline(always)]
     fn take(
         &mut self,

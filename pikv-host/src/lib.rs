@@ -1,4 +1,4 @@
-//! Host runtime of pikv: SIMD lanes of x86-64 and 64-bit Arm, the page store, sequences and their steps, attention over shards.
+//! Host runtime of pikv: the page store, sequences and their steps, attention over shards, policies, routers, tiers, ranks.
 //!
 //! Start at [`Cache`]. Every type is `Send + Sync`; there is no global state. Work runs in the caller's rayon pool, or in rayon's global
 //! one; a rank of a fabric uses its own pool ([`fabric::RankStore::parallel`]).

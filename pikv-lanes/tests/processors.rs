@@ -53,6 +53,7 @@ const ROUTING: [(usize, u64); 4] = [
 
 #[test]
 fn attention_has_the_same_bits_on_every_processor() {
+    assert_eq!(Form::all().count(), ATTENTION.len(), "a row for each form, in their order");
     for lanes in Lanes::available() {
         for (form, want) in Form::all().zip(ATTENTION) {
             let pages = Pages::new(form, lanes);

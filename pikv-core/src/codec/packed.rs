@@ -6,13 +6,14 @@
 //! [k_rows][32] words          K: lane = token, as in a full page; of codes of several planes, the rows of one after those of the other
 //! [v_groups][32] words        V scales: lane = token, a row a group of channels (none if the code has none; below for codes in blocks)
 //! [v_rows][v_stride] words    V, float codes: a row a token; part j of word w is channel j * v_stride + w
-//!                             V, others: a row as many tokens as a word has codes, of one plane after the other;
+//!                             V, others: each row has as many tokens as a word has codes; planes lie one after the other;
 //!                             code j of word w is channel w of token j of them
 //! ```
 //! A K group is a channel of the 32 tokens, a V group about 32 channels of a token (KIVI, arXiv 2402.02750). A group's scale is
-//! multiplied into the softmax weight of the token, once for the group; codes are not scaled one by one. For that a group must be
-//! whole parts of V's words: parts of a float word lie `v_stride` channels apart. A word of integers has codes of one channel, for as
-//! many tokens as one product of bytes adds ([`Warp::dot4`](crate::warp::Warp::dot4)), and a group is 32 words.
+//! multiplied into the softmax weight of the token, once for the group; codes are not scaled one by one. So each part of a row of V has one
+//! scale: a group of a float code is one part of all words of a row, channels that lie side by side, and parts lie `v_stride` channels
+//! apart. A word of integers has codes of one channel, for as many tokens as one product of bytes adds
+//! ([`Warp::dot4`](crate::warp::Warp::dot4)), and a group is 32 words.
 //!
 //! [`Code::place`] gives the bits of each code in a word, [`Code::plane`] the planes.
 //!

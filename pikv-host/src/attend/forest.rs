@@ -43,7 +43,7 @@ impl ListedPage<'_> {
         self.words[0] as i32 <= hi && (!self.original || self.by as i32 > hi)
     }
 
-    /// For a packed page: whether such a row reads this form, and not the one of the second codec.
+    /// For a packed page: whether a row that reads tokens up to `hi` reads the form of the first codec, and not of the second.
     pub fn is_young_to(&self, hi: i32) -> bool {
         self.until.is_none_or(|until| hi < until as i32)
     }

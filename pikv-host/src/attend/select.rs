@@ -21,7 +21,7 @@ pub(crate) enum Selection {
 }
 
 impl Selection {
-    /// The lanes, a bit each, that are read of the page of an entry of run `c`; all tokens of the sinks are.
+    /// Lanes, a bit each, that are read from the page of an entry of run `c`; of the sinks, all lanes with tokens.
     pub fn lanes(&self, c: usize, entry: &Entry) -> u32 {
         match (self, run_place(c)) {
             (Selection::Experts(experts), Place::Run(run)) => entry.live & entry.homes.among(run, experts),

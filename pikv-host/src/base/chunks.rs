@@ -83,8 +83,8 @@ impl<T: Clone> Clone for Chunk<T> {
 pub(crate) type Rewritten<T> = HashMap<usize, (Arc<Chunk<T>>, Arc<Chunk<T>>)>;
 
 /// A copy-on-write list, shared by chunks of `N` items: a clone copies a pointer for each chunk, and a write to an item of a shared
-/// chunk copies that chunk first. A push moves at most one chunk of items, and one push in `N` allocates. Pushes and pops at the end
-/// are `O(N)`; of pops at the front, which are too, one in `N` moves the pointers of all chunks; inserts are `O(items after them)`.
+/// chunk copies that chunk first. Pushes are at the end: `O(N)`, and one in `N` allocates. Pops at the end and at the front are `O(N)`, and
+/// one in `N` of those at the front also moves the pointers of all chunks. Inserts are `O(items after them)`.
 #[derive(Debug)]
 pub(crate) struct Chunks<T, const N: usize = 16> {
     /// Chunks with items, all but the first and the last full, then empty chunks that no clone shares, kept for reuse.

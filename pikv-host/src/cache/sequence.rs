@@ -34,7 +34,7 @@ use std::sync::atomic::Ordering;
 /// let mut sequence = cache.sequence();
 /// sequence.pin(0..10);                                    // no policy evicts these positions
 /// add(&mut sequence, 100)?;
-/// sequence.rollback(3)?;                                  // the newest 3 tokens were never there
+/// sequence.rollback(3)?;                                  // removes the newest 3 tokens
 /// let mut fork = sequence.fork();                         // the same 97 tokens, in the same pages
 /// add(&mut fork, 1)?;
 /// assert_eq!((sequence.next_position().0, fork.next_position().0), (97, 98));
@@ -297,7 +297,7 @@ impl Sequence {
         while self.ends.back().is_some_and(|end| *end > len) {
             self.ends.pop_back();
         }
-        // A step that ended at this length would have evicted and merged; only a step that did end here has.
+        // Evictions and merges are made where a step ends. Inside a step none was made, so it is made now.
         if inner.shape.evicts() && len > 0 && self.ends.back() != Some(&len) {
             enforce(&mut self.layers, &inner.shape, &inner.rooms, (len, self.budget), &self.pins, None);
             for (layer, shape) in self.layers.iter_mut().zip(&inner.shape.config.layers) {

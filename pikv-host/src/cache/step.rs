@@ -54,7 +54,7 @@ use std::sync::atomic::Ordering;
 /// step.commit()?;
 /// assert_eq!((prompt.next_position().0, answer.next_position().0), (5, 1));
 ///
-/// drop(cache.begin([(&mut answer, 7)])?);                 // never happened
+/// drop(cache.begin([(&mut answer, 7)])?);                 // dropped: the sequence is unchanged
 /// assert_eq!(answer.next_position().0, 1);
 /// # Ok::<(), pikv::Error>(())
 /// ```

@@ -254,5 +254,5 @@ impl PageState {
     }
 }
 
-/// The README states this size.
+/// Lists of pages hold entries by value: this size is what a page costs in tables.
 const _: () = assert!(size_of::<Entry>() <= 128);

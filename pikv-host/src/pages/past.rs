@@ -273,7 +273,7 @@ impl LayerPages {
         pages: &mut Reservation,
     ) -> Result<(), Error> {
         loop {
-            // Undoes the newer of the last eviction and the last change. The older one is not later than `len` if the newer is not.
+            // Undoes the latest entry of both logs, evictions and changes, until the latest is at or before `len`.
             let newest = self.past.noted.back().map(|noted| noted.id);
             let evicted = self.past.killed.back().filter(|killed| newest.is_none_or(|id| killed.after > id));
             if let Some(&Killed { by, head, run, ordinal, lanes, .. }) = evicted {
