@@ -127,7 +127,7 @@ fn a_killed_server_loses_no_whole_answer() {
             // Until an answer does not come.
             loop {
                 let asked = body(&NOVEL[700 * next..][..200], 3, json!({}));
-                let reply = complete(address, &asked).and_then(|mut reply| Ok(reply.json()?));
+                let reply = complete(address, &asked).and_then(|reply| reply.json());
                 let Ok(reply) = reply else { break };
                 whole.push((asked, found(&reply).1.to_string()));
                 next += 1;
