@@ -10,7 +10,7 @@
 
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, H2o};
-use pikv::report::Form;
+use pikv::report::StorageForm;
 use pikv::tiers::Tiers;
 use pikv::{Cache, CacheConfig, Dtype, LayerShape};
 use pikv_engine::moe::model::{Config, Model};
@@ -45,7 +45,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     paged.sequence.demote(DOWN)?;
 
     let map = paged.sequence.map();
-    for form in Form::ALL {
+    for form in StorageForm::ALL {
         let (pages, bytes) = map.count(form);
         eprintln!("{form:?}: {pages} pages, {bytes} bytes");
     }

@@ -91,7 +91,7 @@ pub mod report {
     pub use crate::base::ids::{PageId, Place};
     pub use crate::cache::Usage;
     pub use crate::cache::held::PageInfo;
-    pub use crate::cache::map::{Form, SequenceMap};
+    pub use crate::cache::map::{SequenceMap, StorageForm};
     pub use crate::cache::step::bytes::StepBytes;
 }
 

@@ -84,7 +84,7 @@ impl Batch<'_> {
 
 /// Choices on their way to the host.
 #[derive(Debug)]
-pub(crate) struct Pending {
+pub(crate) struct PendingChoices {
     down: PinnedCopy,
     pub firm: usize,
     /// Number of experts whose pages are fetched.
@@ -108,7 +108,7 @@ pub(crate) struct Brought<'a> {
     pub logits: &'a [f32],
 }
 
-impl Pending {
+impl PendingChoices {
     /// Waits for the copy.
     ///
     /// # Errors
@@ -131,7 +131,7 @@ impl Pending {
 }
 
 /// A layer's router on a device.
-pub(crate) struct OnDevice {
+pub(crate) struct DeviceRouter {
     places: Places,
     state: Memory,
     /// Choices, weights and entropies of a step's rows.
@@ -139,29 +139,29 @@ pub(crate) struct OnDevice {
     /// Content of `state`, valid if `known`.
     held: Vec<u32>,
     known: bool,
-    pending: Option<Pending>,
+    pending: Option<PendingChoices>,
     words: Vec<u32>,
     device: Arc<Device>,
 }
 
-impl fmt::Debug for OnDevice {
+impl fmt::Debug for DeviceRouter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("OnDevice").field("known", &self.known).finish_non_exhaustive()
     }
 }
 
-impl OnDevice {
+impl DeviceRouter {
     /// For a router of `experts` experts.
     ///
     /// # Errors
     /// No memory on the device.
-    pub fn new(device: &Arc<Device>, experts: u32) -> Result<OnDevice, Error> {
+    pub fn new(device: &Arc<Device>, experts: u32) -> Result<DeviceRouter, Error> {
         device.enter()?;
         let places = Places::of(experts as usize);
         let state = Memory::new(FAULT + 4 * places.all as u64)?;
         let (held, words) = (Vec::new(), Vec::new());
         let (rows, device) = (Memory::default(), device.clone());
-        Ok(OnDevice { places, state, rows, held, known: false, pending: None, words, device })
+        Ok(DeviceRouter { places, state, rows, held, known: false, pending: None, words, device })
     }
 
     /// Whether choices are on their way to the host.
@@ -178,11 +178,11 @@ impl OnDevice {
     }
 
     /// Takes the choices on their way to the host; the caller [puts them back](OnDevice::put_back).
-    pub fn take(&mut self) -> Option<Pending> {
+    pub fn take(&mut self) -> Option<PendingChoices> {
         self.pending.take()
     }
 
-    pub fn put_back(&self, pending: Pending) {
+    pub fn put_back(&self, pending: PendingChoices) {
         self.device.downs.put_back(pending.down);
     }
 
@@ -260,7 +260,7 @@ impl OnDevice {
         }
         let down = self.bring(filing.experts, choices, entropies, batch)?;
         let fetch = plan.fetch as usize;
-        self.pending = Some(Pending { down, firm: batch.firm, fetch, choices, entropies });
+        self.pending = Some(PendingChoices { down, firm: batch.firm, fetch, choices, entropies });
         Ok(DeviceRoutes { model, filing, rows, top_k })
     }
 
@@ -395,7 +395,7 @@ impl OnDevice {
     }
 }
 
-impl Drop for OnDevice {
+impl Drop for DeviceRouter {
     fn drop(&mut self) {
         self.forget();
         // `state` and `rows` are freed next, so no kernel may still use them; a lost device has nothing to free.

@@ -300,7 +300,7 @@ impl Skewed {
     ///
     /// # Errors
     /// [`TraceError::Value`] for a field out of range.
-    pub fn rows(self) -> Result<Rows, TraceError> {
+    pub fn rows(self) -> Result<TraceRows, TraceError> {
         let value = |name, value: f64, fine: bool, range| {
             if fine { Ok(()) } else { Err(TraceError::Value { name, value, range }) }
         };
@@ -313,13 +313,13 @@ impl Skewed {
         value("vocabulary", vocabulary.into(), vocabulary > 0, "at least 1")?;
         let weights = (1..=experts).map(|rank| f64::from(rank).powf(-skew)).collect();
         let by_rank = (0..experts).map(|e| e as u16).collect();
-        Ok(Rows { options: self, weights, by_rank, position: 0, state: self.seed })
+        Ok(TraceRows { options: self, weights, by_rank, position: 0, state: self.seed })
     }
 }
 
 /// The rows of a [`Skewed`] stream.
 #[derive(Clone, Debug)]
-pub struct Rows {
+pub struct TraceRows {
     options: Skewed,
     weights: Vec<f64>,
     by_rank: Vec<u16>,
@@ -327,7 +327,7 @@ pub struct Rows {
     state: u64,
 }
 
-impl Rows {
+impl TraceRows {
     /// The expert of each rank at the next token, most used first.
     pub fn by_rank(&self) -> &[u16] {
         &self.by_rank
@@ -361,7 +361,7 @@ impl Rows {
     }
 }
 
-impl Iterator for Rows {
+impl Iterator for TraceRows {
     type Item = Row;
 
     fn next(&mut self) -> Option<Row> {

@@ -3,7 +3,7 @@
 use super::cache_of;
 use pikv::codec::{Code, Codec, Coding};
 use pikv::policy::{Budget, Eviction, StreamingLlm};
-use pikv::report::Form;
+use pikv::report::StorageForm;
 use pikv::tiers::Tiers;
 use pikv::{Cache, CacheConfig, Dtype, LayerShape, Sequence};
 
@@ -31,7 +31,9 @@ fn int(code: Code) -> Codec {
 fn bytes_of_the_map_are_those_of_the_cache() {
     let evicting = config().evict(Eviction::new(StreamingLlm, Budget::Tokens(200)));
     let packed = config().compress(int(Code::Int8)).age(200, int(Code::Int4));
-    for (config, form) in [(config(), Form::Full), (evicting, Form::Full), (packed, Form::PackedAgain)] {
+    for (config, form) in
+        [(config(), StorageForm::Full), (evicting, StorageForm::Full), (packed, StorageForm::PackedAgain)]
+    {
         let (cache, mut sequence) = cache_of(config);
         for n in [100, 1, 37, 400, 8, 1] {
             feed(&cache, &mut sequence, n);
@@ -41,7 +43,7 @@ fn bytes_of_the_map_are_those_of_the_cache() {
             assert_eq!((map.heads.len(), map.heads[1].len(), map.len), (2, 2, sequence.next_position().0));
         }
         let map = sequence.map();
-        assert!(map.count(form).0 > 0 && map.count(Form::Open).0 > 0, "{map:?}");
+        assert!(map.count(form).0 > 0 && map.count(StorageForm::Open).0 > 0, "{map:?}");
         sequence.rollback(5).unwrap();
         assert_eq!(sequence.map().bytes(), cache.usage().taken);
     }
@@ -53,7 +55,7 @@ fn pages_of_a_lower_tier_are_told_apart_and_drawn() {
     feed(&cache, &mut sequence, 500);
     let freed = sequence.demote(20 << 10).unwrap();
     let map = sequence.map();
-    let (pages, bytes) = map.count(Form::LowerTier);
+    let (pages, bytes) = map.count(StorageForm::LowerTier);
     assert!(pages > 0 && bytes >= freed, "{pages} pages, {bytes} bytes");
     assert_eq!(map.bytes(), cache.usage().taken);
     assert_eq!(bytes, cache.usage().tiers[0].bytes);

@@ -1,6 +1,6 @@
 //! Placement in tiers, compared with an exhaustive search.
 
-use pikv::planner::flexgen::{Class, Machine, Placement, PlacementError, Tier};
+use pikv::planner::flexgen::{Class, Machine, PlacementError, Tier, TierPlacement};
 use proptest::prelude::*;
 
 fn tier(name: &str, capacity: u64, read: f64, write: f64, direct: bool) -> Tier {
@@ -68,7 +68,7 @@ fn rounding(machine: &Machine, classes: &[Class]) -> f64 {
     classes.iter().map(page).sum()
 }
 
-fn sound(machine: &Machine, classes: &[Class], placement: &Placement) {
+fn sound(machine: &Machine, classes: &[Class], placement: &TierPlacement) {
     for (class, pages) in classes.iter().zip(&placement.pages) {
         assert_eq!(pages.iter().sum::<u64>(), class.pages);
     }

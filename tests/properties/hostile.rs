@@ -4,7 +4,7 @@
 //! The inputs are mutations of valid bytes, the same in each run: 2,000 of each kind (10,000 saved sequences), or 1,000,000 if the variable
 //! `PIKV_TEST` is `full`.
 
-use pikv::codec::{Code, Codec, Coding, FitShape, Fitted, FittedError, Map, Side};
+use pikv::codec::{Code, Codec, Coding, FitShape, Fitted, FittedError, FittedSide, Map};
 use pikv::fabric::{Fabric, FabricError, InProcess, Options, RankStore};
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::report::PageMass;
@@ -629,7 +629,7 @@ fn fitted_files_are_read_or_refused() {
         Map::new(4, rank, noise(seed, n), noise(seed + 1, n), (rank == 2).then(|| noise(seed + 2, 4)))
             .unwrap()
     };
-    let side = |row: &str, seed| Side::new(row, vec![map(2, seed), map(3, seed + 9)]);
+    let side = |row: &str, seed| FittedSide::new(row, vec![map(2, seed), map(3, seed + 9)]);
     let fitted = Fitted::new(SHAPE, "a model", Some(side("C_Lo+", 1)), Some(side("C_SVD", 50))).unwrap();
     let file = fitted.to_bytes().unwrap();
     assert_eq!(Fitted::from_bytes(&file, "a model", SHAPE).unwrap(), fitted);

@@ -1,6 +1,6 @@
 //! Files made by the library: their permissions, remains of a killed process, and the effect of a file size limit.
 
-use pikv::codec::{FitShape, Fitted, FittedError, Map, Side};
+use pikv::codec::{FitShape, Fitted, FittedError, FittedSide, Map};
 use pikv::policy::{Budget, Eviction, H2o};
 use pikv::report::Failures;
 use pikv::tiers::{PageStore, TierOperation, Tiers};
@@ -151,7 +151,7 @@ fn fitted(seed: u64) -> Fitted {
         maps.push(Map::new(8, 3, rng.values(24, 1.0), rng.values(24, 1.0), None).unwrap());
     }
     let shape = FitShape::new(2, 2, 2, 8);
-    Fitted::new(shape, "model", Some(Side::new("C_SVD", maps)), None).unwrap()
+    Fitted::new(shape, "model", Some(FittedSide::new("C_SVD", maps)), None).unwrap()
 }
 
 fn load(path: &Path) -> Fitted {
@@ -290,7 +290,7 @@ fn inside_a_limit(dir: &Path) {
     let path = dir.join("maps");
     let shape = FitShape::new(1, 1, 1, 128).v_dim(8);
     let maps = vec![Map::new(128, 128, vec![0.5; 1 << 14], vec![0.5; 1 << 14], None).unwrap()];
-    let large = Fitted::new(shape, "model", Some(Side::new("C_SVD", maps)), None).unwrap();
+    let large = Fitted::new(shape, "model", Some(FittedSide::new("C_SVD", maps)), None).unwrap();
     let Err(FittedError::Io { source, .. }) = large.save(&path) else { panic!("64 KiB and more") };
     assert_eq!(source.kind(), io::ErrorKind::FileTooLarge);
     let Err(pikv::trace::TraceError::Io(refused)) = trace(&dir.join("trace"), 10_000) else {

@@ -1,6 +1,6 @@
 //! Buffers of a call that its thread keeps between calls: a step of a size that the thread has seen allocates nothing.
 
-use crate::attend::executor::Cut;
+use crate::attend::executor::TaskLists;
 use crate::attend::feedback::HeadFeedback;
 use crate::attend::forest::Forest;
 use crate::attend::mass::WeightSets;
@@ -20,7 +20,7 @@ pub struct Buffers {
     pub lse: Vec<f32>,
     /// Unused feeds, kept for the next call.
     pub seen: Vec<HeadFeedback>,
-    pub cut: Cut,
+    pub cut: TaskLists,
 }
 
 thread_local! {

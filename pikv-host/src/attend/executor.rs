@@ -2,7 +2,7 @@
 
 use crate::attend::feedback::{HeadFeedback, Of};
 use crate::attend::forest::{Forest, Task};
-use crate::attend::job::{Item, Job, OnDevice, Widest};
+use crate::attend::job::{DeviceQueries, Item, Job, Widest};
 use crate::attend::mass::WeightSets;
 use crate::attend::options::AttendOutput;
 use crate::attend::options::ReadPages;
@@ -65,10 +65,12 @@ impl<'a> Tensors<'a> {
     }
 
     /// The queries, if they are on a device.
-    pub fn on_device(&self, layer: usize) -> Option<OnDevice> {
+    pub fn on_device(&self, layer: usize) -> Option<DeviceQueries> {
         match self {
             Tensors::Host(..) => None,
-            Tensors::Device { q, session, .. } => Some(OnDevice { q: *q, fault: session.fault(layer, 2) }),
+            Tensors::Device { q, session, .. } => {
+                Some(DeviceQueries { q: *q, fault: session.fault(layer, 2) })
+            }
         }
     }
 }
@@ -89,7 +91,7 @@ pub(crate) trait Executor: Debug + Send + Sync {
         forests: &[Forest<'_>],
         wanted: Option<&[WeightSets]>,
         results: Results<'_>,
-        cut: &mut Cut,
+        cut: &mut TaskLists,
     ) -> Result<(), Error>;
 
     /// A session for a step with tensors on the executor's device; `None` for an executor without one.
@@ -103,7 +105,7 @@ pub(crate) trait Executor: Debug + Send + Sync {
 
 /// Tasks of a call; the lists are kept between calls.
 #[derive(Default)]
-pub struct Cut {
+pub struct TaskLists {
     pub items: Vec<Item<'static>>,
     pub tasks: Vec<Task>,
     pub roots: Vec<u32>,

@@ -9,7 +9,7 @@ use crate::attend::reduce::{Leaf, Tree, Trees};
 use crate::attend::tree::Subtree;
 use crate::base::ids::{PageId, block_of};
 use crate::base::scratch::emptied;
-use crate::tiers::{Staged, Stored};
+use crate::tiers::{Staged, StoredPage};
 use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ pub struct ListedPage<'a> {
     /// Address on a device.
     pub address: u64,
     /// Slot in a lower tier.
-    pub slot: Option<&'a Arc<Stored>>,
+    pub slot: Option<&'a Arc<StoredPage>>,
     /// Lanes that are read, a bit each.
     pub live: u32,
     /// Position of the last token, for packed pages.
@@ -130,12 +130,12 @@ impl<'a> Forest<'a> {
     }
 
     /// Pages of lower tiers.
-    pub fn away(&self) -> impl Iterator<Item = &'a Arc<Stored>> {
+    pub fn away(&self) -> impl Iterator<Item = &'a Arc<StoredPage>> {
         self.pages.iter().filter_map(|page| page.slot)
     }
 
     /// Pages of lower tiers with their words, once they are staged.
-    pub fn away_words(&self) -> impl Iterator<Item = (&'a Arc<Stored>, &'a [u32])> {
+    pub fn away_words(&self) -> impl Iterator<Item = (&'a Arc<StoredPage>, &'a [u32])> {
         self.pages.iter().filter_map(|page| Some((page.slot?, page.words)))
     }
 
@@ -163,7 +163,7 @@ impl<'a> Forest<'a> {
     }
 
     /// Sets the device addresses of pages of lower tiers.
-    pub fn lift(&mut self, address: impl Fn(&Arc<Stored>) -> Option<u64>) {
+    pub fn lift(&mut self, address: impl Fn(&Arc<StoredPage>) -> Option<u64>) {
         for page in &mut self.pages {
             page.address = page.slot.and_then(&address).unwrap_or(page.address);
         }

@@ -35,7 +35,7 @@ pub struct Item<'a> {
 
 /// Queries of a job on a device.
 #[derive(Clone, Copy)]
-pub(crate) struct OnDevice {
+pub(crate) struct DeviceQueries {
     /// `[rows][query_heads][k_dim]`
     pub q: DeviceSlice,
     /// Address of the word that records a query that is not finite.
@@ -67,7 +67,7 @@ pub struct Job<'a> {
     /// `[rows][query_heads][k_dim]`, if the queries are on the host.
     pub q: HostSlice<'a>,
     /// The queries, if they are on a device.
-    pub on_device: Option<OnDevice>,
+    pub on_device: Option<DeviceQueries>,
     /// Scale from the options, for errors.
     pub scale: f32,
     /// Blocks of a task, if the options set it.

@@ -12,7 +12,7 @@ use crate::memory::arena::Page;
 use crate::pages::entry::{Away, Closed, Entry, PageState};
 use crate::pages::head::HeadPages;
 use crate::pages::run::Run;
-use crate::tiers::Stored;
+use crate::tiers::StoredPage;
 use pikv_core::attend::filled;
 use pikv_core::bound;
 use pikv_core::page::PAGE;
@@ -100,7 +100,7 @@ impl<'a> Job<'a> {
         let floor = (of.first + 1).saturating_sub(self.inner.store.ring.window()).min(of.layer.filed);
         let (codec, head) = (of.layer.codecs[head].as_ref(), &of.layer.heads[head]);
         let sight = (self.lo(of.first), floor);
-        let asked = select::Asked { lanes: self.inner.config.lanes, queries: &queries, rows };
+        let asked = select::BoundQueries { lanes: self.inner.config.lanes, queries: &queries, rows };
         Some(select::highest(head, codec, sight, &asked, pages))
     }
 
@@ -124,7 +124,7 @@ fn plain(page: &Page, live: u32, id: PageId) -> ListedPage<'_> {
 }
 
 /// A page in a lower tier or on a rank.
-fn away(slot: &Arc<Stored>, live: u32, id: PageId) -> ListedPage<'_> {
+fn away(slot: &Arc<StoredPage>, live: u32, id: PageId) -> ListedPage<'_> {
     let words = slot.in_place().unwrap_or_default();
     ListedPage { words, address: 0, slot: Some(slot), live, last: 0, by: 0, original: false, until: None, id }
 }

@@ -27,7 +27,7 @@ use crate::attend::feedback::together;
 use crate::attend::feedback::{HeadFeedback, Of};
 use crate::attend::forest::Forest;
 use crate::attend::hits::Asking;
-use crate::attend::job::{Job, OnDevice};
+use crate::attend::job::{DeviceQueries, Job};
 use crate::attend::mass::WeightSets;
 use crate::attend::options::{Attend, AttendOutput, PageMass, ReadPages};
 use crate::attend::view::View;
@@ -40,7 +40,7 @@ use crate::base::scratch::emptied;
 use crate::config::hits::Hits;
 use crate::memory::pool::Pool;
 use crate::policy::rule::Rule;
-use crate::tiers::{Prefetched, Staged, Stored};
+use crate::tiers::{Prefetched, Staged, StoredPage};
 use pikv_core::plan::LayerShape;
 use std::mem;
 use std::ops::Range;
@@ -75,7 +75,7 @@ pub(crate) struct Noted<'a> {
 pub(crate) struct Lower {
     /// Index of the call among the noted calls.
     pub call: u32,
-    /// Address of the page's [`Stored`], unique while the page exists.
+    /// Address of the page's [`StoredPage`], unique while the page exists.
     pub slot: usize,
     pub sequence: usize,
     pub bytes: u64,
@@ -213,7 +213,7 @@ fn start_job<'a>(
     options: &Attend,
     factor: f32,
     views: &'a [View<'a>],
-    (q, on_device): (HostSlice<'a>, Option<OnDevice>),
+    (q, on_device): (HostSlice<'a>, Option<DeviceQueries>),
 ) -> Job<'a> {
     let Call { executor, pool, layer, shape, .. } = *call;
     let Attend { scale, softcap, split, .. } = *options;
@@ -242,7 +242,7 @@ fn note_lower(job: &Job<'_>, forests: &[Forest<'_>], lower: &mut Vec<Lower>) {
     let (from, call) = (lower.len(), lower.last().map_or(0, |last| last.call + 1));
     for forest in forests {
         let sequence = job.views[forest.view].sequence;
-        let slot = |slot: &Arc<Stored>| (Arc::as_ptr(slot) as usize, slot.bytes());
+        let slot = |slot: &Arc<StoredPage>| (Arc::as_ptr(slot) as usize, slot.bytes());
         let read = forest.away().map(slot);
         lower.extend(read.map(|(slot, bytes)| Lower { call, slot, sequence, bytes }));
     }
@@ -269,7 +269,7 @@ fn lift(
     let mut lifted: SmallVec<[UploadedPages; 2]> = SmallVec::new();
     let Some(device) = pool.shape.config.backend.device() else { return Ok(lifted) };
     lifted.extend(prefetched);
-    let known = |slot: &Arc<Stored>| lifted.iter().find_map(|lifted| lifted.address(slot));
+    let known = |slot: &Arc<StoredPage>| lifted.iter().find_map(|lifted| lifted.address(slot));
     let all = forests.iter().flat_map(Forest::away_words);
     let late = device.lift(all.filter(|(slot, _)| known(slot).is_none()))?;
     tiers.count_lifted(forests.iter().flat_map(Forest::away), &late);

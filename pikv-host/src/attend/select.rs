@@ -72,7 +72,7 @@ fn seen_from(run: &Run, codec: Option<&HeadCodec>, lo: u32) -> usize {
 }
 
 /// Queries for bounds of pages, `[queries][rows]` with `rows` rows of lanes each.
-pub(crate) struct Asked<'a> {
+pub(crate) struct BoundQueries<'a> {
     pub lanes: Lanes,
     pub queries: &'a [[f32; LANES]],
     pub rows: usize,
@@ -96,7 +96,7 @@ pub(crate) fn highest(
     head: &HeadPages,
     codec: Option<&HeadCodec>,
     (lo, floor): (u32, u32),
-    asked: &Asked<'_>,
+    asked: &BoundQueries<'_>,
     n: usize,
 ) -> Selection {
     let (mut ids, mut pages) = (Vec::new(), Vec::new());

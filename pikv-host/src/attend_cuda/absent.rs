@@ -2,7 +2,7 @@
 
 /// Attention on a device; there is none.
 pub mod executor {
-    use crate::attend::executor::{Cut, Executor, Results};
+    use crate::attend::executor::{Executor, Results, TaskLists};
     use crate::attend::forest::Forest;
     use crate::attend::job::{Job, Widest};
     use crate::attend::mass::WeightSets;
@@ -25,7 +25,7 @@ pub mod executor {
             _: &[Forest<'_>],
             _: Option<&[WeightSets]>,
             _: Results<'_>,
-            _: &mut Cut,
+            _: &mut TaskLists,
         ) -> Result<(), Error> {
             match *self.0 {}
         }

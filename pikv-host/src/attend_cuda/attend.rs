@@ -1,14 +1,14 @@
 //! Launches of a wave: one for all blocks of each width of bundles (and form of packed pages), one for the trees and outputs of all rows, and
 //! one for the masses of pages if they are wanted.
 
-use crate::attend::job::{Job, OnDevice};
+use crate::attend::job::{DeviceQueries, Job};
 use crate::attend_cuda::wave::{FACTORED_ROWS, Packed, Wave};
 use crate::base::error::Error;
 use crate::base::rope_tables::Table;
 use crate::device::Device;
 use crate::device::driver::arguments;
 use crate::device::ring::Upload;
-use crate::device::work::{Direction, Work};
+use crate::device::work::{Direction, WorkBuffers};
 use pikv_core::codec::back;
 use pikv_core::codec::factors::FactorScratch;
 use pikv_core::codec::read::{REBUILT, Scratch};
@@ -44,7 +44,7 @@ pub struct Shape<'a> {
     pub table: Option<&'a Table>,
     pub softcap: Option<f32>,
     /// Queries on the device, and their factor.
-    pub on_device: Option<(OnDevice, f32)>,
+    pub on_device: Option<(DeviceQueries, f32)>,
 }
 
 impl<'a> Shape<'a> {
@@ -96,7 +96,7 @@ impl Wave<'_> {
     pub fn launch(
         &self,
         device: &Device,
-        work: &mut Work,
+        work: &mut WorkBuffers,
         shape: &Shape<'_>,
         to: Option<(To, &[MassArg])>,
     ) -> Result<(), Error> {
@@ -132,7 +132,7 @@ impl Wave<'_> {
     fn send<'d>(
         &self,
         device: &'d Device,
-        work: &mut Work,
+        work: &mut WorkBuffers,
         shape: &Shape<'_>,
         masses: &[MassArg],
     ) -> Result<Sent<'d>, Error> {
@@ -188,7 +188,7 @@ impl Wave<'_> {
     }
 
     /// Gathers the caller's queries in bundles, and folds them through the maps of codecs.
-    fn launch_gathers(&self, sent: &Sent<'_>, (from, factor): (OnDevice, f32)) -> Result<(), Error> {
+    fn launch_gathers(&self, sent: &Sent<'_>, (from, factor): (DeviceQueries, f32)) -> Result<(), Error> {
         let Sent { device, layout, turn: (rope, table), bundles, gathers: list, .. } = *sent;
         let (fault, from) = (from.fault, TensorArg::from(from.q));
         let (count, kernels) = (self.gathers.len() as u32, &device.kernels);
@@ -235,7 +235,7 @@ impl Wave<'_> {
     }
 
     /// Joins the partial results of each row, a block a row, and writes the row to its output if there is one.
-    fn launch_rows(&self, sent: &Sent<'_>, work: &mut Work, to: Option<To>) -> Result<(), Error> {
+    fn launch_rows(&self, sent: &Sent<'_>, work: &mut WorkBuffers, to: Option<To>) -> Result<(), Error> {
         if self.rows.is_empty() {
             return Ok(());
         }
@@ -278,7 +278,12 @@ impl Wave<'_> {
     }
 
     /// The maps through which queries are folded, for the codecs of [`Wave::packed`]; empty unless `any`.
-    fn fold_maps(&self, work: &mut Work, device: &Device, any: bool) -> Result<Vec<FoldMapArg>, Error> {
+    fn fold_maps(
+        &self,
+        work: &mut WorkBuffers,
+        device: &Device,
+        any: bool,
+    ) -> Result<Vec<FoldMapArg>, Error> {
         let of = |of: &Packed<'_>| {
             let map = work.map(&device.stream, of.codec.codec.k.mapped(), Direction::Back)?;
             let (narrow, cols) = (of.codec.packed.query_dim(), of.codec.packed.query_cols());
@@ -288,7 +293,7 @@ impl Wave<'_> {
     }
 
     /// For each codec, the layout and the map of its values.
-    fn heads(&self, work: &mut Work, device: &Device) -> Result<Vec<HeadArg>, Error> {
+    fn heads(&self, work: &mut WorkBuffers, device: &Device) -> Result<Vec<HeadArg>, Error> {
         let head = |codec: &&crate::codec::HeadCodec| {
             let map = work.map(&device.stream, codec.codec.v.mapped(), Direction::Sum)?;
             Ok(HeadArg { packed: PackedArg::from(codec.packed.v_out()), map })
@@ -302,7 +307,7 @@ impl Packed<'_> {
     fn launch(
         &self,
         device: &Device,
-        work: &mut Work,
+        work: &mut WorkBuffers,
         shape: &Shape<'_>,
         (rope, table): (RopeArg, u64),
         lists: &Lists,

@@ -1,6 +1,6 @@
 //! Attention on a device: the rows of a call in waves, with results copied to the host or left on the device.
 
-use crate::attend::executor::{Cut, Executor, Results, Session};
+use crate::attend::executor::{Executor, Results, Session, TaskLists};
 use crate::attend::feedback::HeadFeedback;
 use crate::attend::forest::Forest;
 use crate::attend::job::{Job, TILE, Widest};
@@ -11,7 +11,7 @@ use crate::attend_cuda::wave::{Wave, most};
 use crate::base::device_slice::DeviceOutput;
 use crate::base::error::Error;
 use crate::device::Device;
-use crate::device::work::Work;
+use crate::device::work::WorkBuffers;
 use pikv_core::dtype::Dtype;
 use pikv_core::warp::LANES;
 use pikv_kernels::args::TensorArg;
@@ -34,7 +34,7 @@ impl Executor for Cuda {
         forests: &[Forest<'_>],
         wanted: Option<&[WeightSets]>,
         results: Results<'_>,
-        _: &mut Cut,
+        _: &mut TaskLists,
     ) -> Result<(), Error> {
         let done = attend_all(&self.0, job, forests, wanted, results);
         if done.is_err() {
@@ -124,7 +124,7 @@ fn rows_of_masses(forests: &[Forest<'_>], wanted: Option<&[WeightSets]>) -> (Vec
 /// Launches all rows of forests with pages, in waves of limited size.
 fn waves(
     device: &Device,
-    work: &mut Work,
+    work: &mut WorkBuffers,
     job: &Job<'_>,
     forests: &[Forest<'_>],
     wanted: Option<&[WeightSets]>,
@@ -133,7 +133,7 @@ fn waves(
 ) -> Result<(), Error> {
     let most = if wanted.is_some() { job.whole() } else { TILE };
     let mut wave = Wave::default();
-    let go = |wave: &mut Wave<'_>, work: &mut Work| {
+    let go = |wave: &mut Wave<'_>, work: &mut WorkBuffers| {
         let wave = mem::take(wave);
         let masses = wanted.map_or_else(Vec::new, |wanted| wave.masses(job, forests, wanted, firsts));
         wave.launch(device, work, &Shape::of(job), Some((to, &masses)))

@@ -8,7 +8,7 @@ use crate::pages::cut::Cut;
 use crate::pages::entry::{Away, PageState};
 use crate::pages::filing::LayerPages;
 use crate::pages::sealed::Sealed;
-use crate::tiers::Stored;
+use crate::tiers::StoredPage;
 use std::collections::{HashSet, VecDeque};
 use std::ops::RangeBounds;
 use std::sync::Arc;
@@ -278,7 +278,7 @@ impl Sequence {
     }
 
     /// Calls `told` for every page of a lower tier that the sequence refers to, for some pages several times.
-    pub(crate) fn each_slot(&self, told: &mut dyn FnMut(&Arc<Stored>)) {
+    pub(crate) fn each_slot(&self, told: &mut dyn FnMut(&Arc<StoredPage>)) {
         for layer in &self.layers {
             let entries = layer.heads.iter().flat_map(|head| head.runs.iter());
             let held = entries.flat_map(|(_, run)| &run.entries).map(|entry| &entry.held);

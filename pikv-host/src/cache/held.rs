@@ -6,7 +6,7 @@ use crate::cache::sequence::Sequence;
 use crate::codec::HeadCodec;
 use crate::memory::arena::Page;
 use crate::pages::entry::{Away, Entry, PageState};
-use crate::tiers::Stored;
+use crate::tiers::StoredPage;
 use pikv_core::attend::filled;
 use pikv_core::page::{PAGE, Position};
 use std::sync::Arc;
@@ -186,7 +186,7 @@ impl Sequence {
 #[derive(Clone, Copy)]
 enum At<'a> {
     Page(&'a Page),
-    Slot(&'a Arc<Stored>),
+    Slot(&'a Arc<StoredPage>),
 }
 
 /// A held page.

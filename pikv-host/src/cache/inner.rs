@@ -4,7 +4,7 @@ use crate::attend::executor::Executor;
 use crate::base::chunks::Common;
 use crate::base::error::Error;
 use crate::cache::idle::Idle;
-use crate::cache::parkables::{MadeRoom, Parkables, Turn};
+use crate::cache::parkables::{MadeRoom, Parkables, ParkingTurn};
 use crate::config::shape::{CacheShape, first_heads};
 use crate::eviction::ranked::Rooms;
 use crate::fabric::Front;
@@ -85,7 +85,7 @@ impl Inner {
                 false => Vec::new(),
             });
             let Some((slot, next)) = turns[done..].split_first() else {
-                let asked = |turn: &Turn| priority.is_none_or(|most| turn.priority <= most);
+                let asked = |turn: &ParkingTurn| priority.is_none_or(|most| turn.priority <= most);
                 let lowered = self.lower_with_idle(&mut [], missing, false, asked);
                 made.freed += lowered.freed;
                 made.demoted.extend(lowered.parkables);

@@ -10,7 +10,7 @@ use std::fmt::Write;
 /// Storage form of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Form {
+pub enum StorageForm {
     /// Not full: takes more tokens.
     Open,
     /// Full, in the stored dtypes.
@@ -25,10 +25,16 @@ pub enum Form {
     Rank,
 }
 
-impl Form {
+impl StorageForm {
     /// All forms.
-    pub const ALL: [Form; 6] =
-        [Form::Open, Form::Full, Form::Packed, Form::PackedAgain, Form::LowerTier, Form::Rank];
+    pub const ALL: [StorageForm; 6] = [
+        StorageForm::Open,
+        StorageForm::Full,
+        StorageForm::Packed,
+        StorageForm::PackedAgain,
+        StorageForm::LowerTier,
+        StorageForm::Rank,
+    ];
 
     fn name(self) -> &'static str {
         ["open", "full", "packed", "packed again", "lower tier", "on a rank"][self as usize]
@@ -41,14 +47,14 @@ impl Form {
 
 impl PageInfo {
     /// Storage form of the page.
-    pub fn form(&self) -> Form {
+    pub fn form(&self) -> StorageForm {
         match self {
-            PageInfo { remote: true, .. } => Form::Rank,
-            PageInfo { tier: 1.., .. } => Form::LowerTier,
-            PageInfo { aged: true, .. } => Form::PackedAgain,
-            PageInfo { packed: true, .. } => Form::Packed,
-            PageInfo { open: true, .. } => Form::Open,
-            _ => Form::Full,
+            PageInfo { remote: true, .. } => StorageForm::Rank,
+            PageInfo { tier: 1.., .. } => StorageForm::LowerTier,
+            PageInfo { aged: true, .. } => StorageForm::PackedAgain,
+            PageInfo { packed: true, .. } => StorageForm::Packed,
+            PageInfo { open: true, .. } => StorageForm::Open,
+            _ => StorageForm::Full,
         }
     }
 }
@@ -112,7 +118,7 @@ impl SequenceMap {
     }
 
     /// Number of pages in this form over all layers and heads, and their bytes.
-    pub fn count(&self, form: Form) -> (usize, u64) {
+    pub fn count(&self, form: StorageForm) -> (usize, u64) {
         let pages = self.pages().filter(|page| page.form() == form);
         pages.fold((0, 0), |(count, bytes), page| (count + 1, bytes + page.bytes))
     }
@@ -122,7 +128,7 @@ impl SequenceMap {
     }
 
     /// A drawing in SVG: one row for each KV head of each layer, one bar for each page. The height of a bar is the share of its tokens that
-    /// are left, its colour the [`Form`]; older pages are paler. Runs are separated: sinks, experts, and the ring at the right. About 70
+    /// are left, its colour the [`StorageForm`]; older pages are paler. Runs are separated: sinks, experts, and the ring at the right. About 70
     /// bytes a page.
     pub fn svg(&self) -> String {
         const WIDE: usize = 6;
@@ -177,7 +183,7 @@ impl SequenceMap {
     /// The legend (form, number of pages, bytes, for each colour), and its width in pixels.
     fn legend(&self) -> (String, usize) {
         let (mut out, mut x) = (String::new(), 8);
-        for form in Form::ALL {
+        for form in StorageForm::ALL {
             let (count, bytes) = self.count(form);
             if count > 0 {
                 let text = format!("{}: {count} pages, {}", form.name(), Bytes(bytes));
@@ -203,7 +209,7 @@ impl SequenceMap {
         y: usize,
         (wide, high): (usize, usize),
     ) {
-        let mut paths: Vec<((Form, u32), String)> = Vec::new();
+        let mut paths: Vec<((StorageForm, u32), String)> = Vec::new();
         for ((place, _), start) in runs.iter().zip(starts) {
             for (i, page) in pages.iter().filter(|page| page.id.place == *place).enumerate() {
                 let tall = (page.tokens as usize * high).div_ceil(PAGE as usize);

@@ -14,7 +14,7 @@ use crate::memory::arena::{Near, Page};
 use crate::pages::entry::{Away, Closed, Entry, PageState};
 use crate::pages::filing::LayerPages;
 use crate::pages::run::Run;
-use crate::tiers::{Level, Stored};
+use crate::tiers::{Level, StoredPage};
 use pikv_core::page::PAGE;
 use pikv_core::warp::LANES;
 use std::collections::{HashMap, HashSet};
@@ -227,7 +227,7 @@ fn lists<'a>(owners: &'a [Owner<'_>], range: Range<usize>) -> (References<List<'
 
 /// A page in the tier to which it moved.
 pub(crate) enum Moved {
-    PinnedCopy(Arc<Stored>),
+    PinnedCopy(Arc<StoredPage>),
     Up(Page),
 }
 
@@ -236,7 +236,7 @@ impl Movable<'_> {
     ///
     /// # Errors
     /// The errors of [`Level::put`]; a failed device or lower tier.
-    pub fn lowered(&self, level: &Arc<Level>) -> Result<Arc<Stored>, Error> {
+    pub fn lowered(&self, level: &Arc<Level>) -> Result<Arc<StoredPage>, Error> {
         let Movable { entry, codec, .. } = self;
         let mut positions = [u32::MAX; LANES];
         for (lane, to) in (0..entry.fill).zip(&mut positions) {

@@ -4,7 +4,7 @@ mod group;
 
 use crate::base::error::Error;
 use crate::cache::Cache;
-use crate::cache::parkables::{MadeRoom, ParkableSlot, Turn};
+use crate::cache::parkables::{MadeRoom, ParkableSlot, ParkingTurn};
 use crate::cache::save::Parked;
 use crate::cache::sequence::Sequence;
 use crate::memory::pool::Pool;
@@ -40,9 +40,9 @@ impl Slot {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn turn_in(&self, state: &State, pool: &Pool) -> Option<Turn> {
+    fn turn_in(&self, state: &State, pool: &Pool) -> Option<ParkingTurn> {
         match state {
-            State::Awake(sequence) if may_go(sequence, pool) => Some(Turn {
+            State::Awake(sequence) if may_go(sequence, pool) => Some(ParkingTurn {
                 priority: self.priority.load(Ordering::Relaxed),
                 stepped: sequence.stepped,
                 id: self.id,
@@ -62,11 +62,11 @@ impl Slot {
 }
 
 impl ParkableSlot for Slot {
-    fn turn(&self, pool: &Pool) -> Option<Turn> {
+    fn turn(&self, pool: &Pool) -> Option<ParkingTurn> {
         self.turn_in(&*self.idle()?, pool)
     }
 
-    fn lock(&self, pool: &Pool) -> Option<(Turn, Box<dyn DerefMut<Target = Sequence> + '_>)> {
+    fn lock(&self, pool: &Pool) -> Option<(ParkingTurn, Box<dyn DerefMut<Target = Sequence> + '_>)> {
         let state = self.idle()?;
         let turn = self.turn_in(&state, pool)?;
         Some((turn, Box::new(Awake { state })))

@@ -11,7 +11,7 @@ use std::sync::{Arc, PoisonError, RwLock, Weak};
 
 /// Order of parking: lowest priority first, among equals the least recently stepped first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Turn {
+pub(crate) struct ParkingTurn {
     pub priority: i32,
     pub stepped: u64,
     pub id: u64,
@@ -20,10 +20,10 @@ pub(crate) struct Turn {
 /// A sequence that may be parked.
 pub(crate) trait ParkableSlot: Any + Debug + Send + Sync {
     /// Place in the order; `None` if the sequence is taken out of its handle, is parked or poisoned, or is not in `pool`.
-    fn turn(&self, pool: &Pool) -> Option<Turn>;
+    fn turn(&self, pool: &Pool) -> Option<ParkingTurn>;
 
     /// The sequence and its turn, if it has one; the sequence is locked as long as the guard lives.
-    fn lock(&self, pool: &Pool) -> Option<(Turn, Box<dyn DerefMut<Target = Sequence> + '_>)>;
+    fn lock(&self, pool: &Pool) -> Option<(ParkingTurn, Box<dyn DerefMut<Target = Sequence> + '_>)>;
 
     /// Parks the sequence, and then sequences of `next` in order, until pages of `missing` bytes are free; all in one call, so that a page
     /// which they share is written once. If no tier has room for the sequence alone, demotes `missing` bytes of its pages. Skips sequences
@@ -102,11 +102,11 @@ mod tests {
     struct Nobody;
 
     impl ParkableSlot for Nobody {
-        fn turn(&self, _: &Pool) -> Option<Turn> {
+        fn turn(&self, _: &Pool) -> Option<ParkingTurn> {
             None
         }
 
-        fn lock(&self, _: &Pool) -> Option<(Turn, Box<dyn DerefMut<Target = Sequence> + '_>)> {
+        fn lock(&self, _: &Pool) -> Option<(ParkingTurn, Box<dyn DerefMut<Target = Sequence> + '_>)> {
             None
         }
 

@@ -24,7 +24,7 @@ use crate::cache::sequence::Sequence;
 use crate::cache::step::bytes::{end_of, sequence_needs};
 use crate::memory::arena::Reservation;
 use crate::pages::entry::{Away, PageState};
-use crate::tiers::{Prefetched, Stored};
+use crate::tiers::{Prefetched, StoredPage};
 use pikv_core::page::Position;
 use std::cell::Cell;
 use std::mem;
@@ -216,7 +216,7 @@ impl<'a> Step<'a> {
     }
 
     /// Pages of a layer in lower tiers that hold visible tokens.
-    fn away(&self, layer: usize) -> impl Iterator<Item = &Arc<Stored>> {
+    fn away(&self, layer: usize) -> impl Iterator<Item = &Arc<StoredPage>> {
         let heads = self.live().flat_map(move |part| &part.sequence.layers[layer].heads);
         let entries = heads.flat_map(|head| head.runs.iter()).flat_map(|(_, run)| &run.entries);
         entries.filter(|entry| entry.live != 0).filter_map(|entry| match &entry.held {

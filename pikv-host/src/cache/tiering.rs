@@ -4,7 +4,7 @@ use crate::base::error::Error;
 use crate::cache::Cache;
 use crate::cache::inner::Inner;
 use crate::cache::owners::{Moved, Moves, Owner, apply, movable};
-use crate::cache::parkables::Turn;
+use crate::cache::parkables::ParkingTurn;
 use crate::cache::sequence::Sequence;
 use crate::pages::entry::{Away, PageState};
 use crate::tiers::Levels;
@@ -323,7 +323,7 @@ impl Inner {
         owners: &mut [Owner<'_>],
         bytes: u64,
         whole: bool,
-        asked: impl Fn(&Turn) -> bool,
+        asked: impl Fn(&ParkingTurn) -> bool,
     ) -> Lowered {
         let Some(levels) = &self.pool.tiers else { return Lowered::default() };
         let slots = self.parkables.all();

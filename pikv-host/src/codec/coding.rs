@@ -17,11 +17,11 @@ use std::cell::RefCell;
 #[derive(Clone, Debug)]
 pub struct Coding {
     code: Code,
-    form: Form,
+    form: StoredForm,
 }
 
 #[derive(Clone, Debug)]
-enum Form {
+enum StoredForm {
     Plain,
     Map(Map),
     /// Means of runs of `2^level` tokens.
@@ -33,12 +33,12 @@ enum Form {
 impl Coding {
     /// Stores the channels unchanged, in `code`.
     pub const fn new(code: Code) -> Coding {
-        Coding { code, form: Form::Plain }
+        Coding { code, form: StoredForm::Plain }
     }
 
     /// Stores the output of `map` instead of the channels.
     pub fn map(mut self, map: Map) -> Coding {
-        self.form = Form::Map(map);
+        self.form = StoredForm::Map(map);
         self
     }
 
@@ -64,7 +64,7 @@ impl Coding {
         if code.scale() != Scale::None {
             return Err(MapError::Scaled { code: code.name() });
         }
-        Ok(Coding { code, form: Form::Means(level) })
+        Ok(Coding { code, form: StoredForm::Means(level) })
     }
 
     /// C_Ch-lit: stores each page as coefficients, in `code`, in a basis of `rank` vectors around the page's mean; basis and mean are
@@ -87,7 +87,7 @@ impl Coding {
         if !(1..=31).contains(&rank) {
             return Err(MapError::Rank { rank });
         }
-        Ok(Coding { code, form: Form::Basis(rank) })
+        Ok(Coding { code, form: StoredForm::Basis(rank) })
     }
 
     /// The number format.
@@ -98,7 +98,7 @@ impl Coding {
     /// The map, or `None` for a coding without one.
     pub const fn mapped(&self) -> Option<&Map> {
         match &self.form {
-            Form::Map(map) => Some(map),
+            StoredForm::Map(map) => Some(map),
             _ => None,
         }
     }
@@ -106,7 +106,7 @@ impl Coding {
     /// The level of [`Coding::means`], or `None` for other codings.
     pub const fn level(&self) -> Option<u32> {
         match self.form {
-            Form::Means(level) => Some(level),
+            StoredForm::Means(level) => Some(level),
             _ => None,
         }
     }
@@ -114,7 +114,7 @@ impl Coding {
     /// The rank of [`Coding::block_pca`], or `None` for other codings.
     pub const fn rank(&self) -> Option<u32> {
         match self.form {
-            Form::Basis(rank) => Some(rank),
+            StoredForm::Basis(rank) => Some(rank),
             _ => None,
         }
     }
@@ -122,17 +122,17 @@ impl Coding {
     /// Stored channels for a row of `dim` channels.
     pub fn stored(&self, dim: u32) -> u32 {
         match &self.form {
-            Form::Plain | Form::Means(_) => dim,
-            Form::Map(map) => map.narrow(),
-            Form::Basis(rank) => *rank,
+            StoredForm::Plain | StoredForm::Means(_) => dim,
+            StoredForm::Map(map) => map.narrow(),
+            StoredForm::Basis(rank) => *rank,
         }
     }
 
     fn side(&self, dim: u32) -> Side {
         match self.form {
-            Form::Plain | Form::Map(_) => Side::Tokens,
-            Form::Means(level) => Side::Means { level },
-            Form::Basis(_) => Side::Basis { wide: dim },
+            StoredForm::Plain | StoredForm::Map(_) => Side::Tokens,
+            StoredForm::Means(level) => Side::Means { level },
+            StoredForm::Basis(_) => Side::Basis { wide: dim },
         }
     }
 
@@ -159,12 +159,12 @@ impl Coding {
         let top = 0.99 * self.code.limit();
         let alike = |each| Limits { each, most: each, run: dim as usize, length: f64::INFINITY };
         match &self.form {
-            Form::Plain | Form::Means(_) => alike(top),
-            Form::Map(map) => match map.length(top) {
+            StoredForm::Plain | StoredForm::Means(_) => alike(top),
+            StoredForm::Map(map) => match map.length(top) {
                 None => alike(map.limit(top)),
                 Some((run, length)) => Limits { each: map.limit(top), most: f32::MAX, run, length },
             },
-            Form::Basis(_) => {
+            StoredForm::Basis(_) => {
                 // A mean is an f16. A coefficient is at most the row's distance from the mean, which is below twice the longest row.
                 let (mean, length) = (0.99 * Code::F16.limit(), f64::from(top) / 2.0);
                 let each = (length / f64::from(dim).sqrt()) as f32;
@@ -474,9 +474,9 @@ pub(crate) struct Old<'a> {
 fn table(coding: &Coding, x: &[[f32; LANES]], fill: u32) -> Vec<f32> {
     let rows = || -> Vec<f32> { (0..fill as usize).flat_map(|t| x.iter().map(move |row| row[t])).collect() };
     match coding.form {
-        Form::Plain | Form::Map(_) => Vec::new(),
-        Form::Means(level) => c_py_lit::means(&rows(), x.len(), 1 << level, |_, _| ()),
-        Form::Basis(rank) => {
+        StoredForm::Plain | StoredForm::Map(_) => Vec::new(),
+        StoredForm::Means(level) => c_py_lit::means(&rows(), x.len(), 1 << level, |_, _| ()),
+        StoredForm::Basis(rank) => {
             let found = c_ch_lit::basis(&rows(), x.len(), rank as usize);
             [found.basis, found.mean].concat()
         }
@@ -491,9 +491,9 @@ fn mapped<'a>(
     out: &'a mut [[f32; LANES]],
 ) -> Channels<'a> {
     let turn = match &coding.form {
-        Form::Plain | Form::Means(_) => return Channels { rows: x, map: None },
-        Form::Map(map) => map.turn(),
-        Form::Basis(rank) => {
+        StoredForm::Plain | StoredForm::Means(_) => return Channels { rows: x, map: None },
+        StoredForm::Map(map) => map.turn(),
+        StoredForm::Basis(rank) => {
             let (encode, bias) = table.split_at(*rank as usize * x.len());
             Turn::Dense { encode, bias }
         }

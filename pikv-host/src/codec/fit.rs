@@ -1,7 +1,7 @@
 //! Statistics of a model's keys and values for the fits, gathered while the model runs.
 
 use super::moments::finite;
-use super::{FitError, Map, Moments, Side};
+use super::{FitError, FittedSide, Map, Moments};
 use pikv_core::hash;
 
 /// Number and widths of the layers and heads to fit.
@@ -223,9 +223,13 @@ impl Fitter {
     ///
     /// # Errors
     /// The first error of `make`.
-    pub fn side<E>(&self, method: &str, mut make: impl FnMut(u32, u32) -> Result<Map, E>) -> Result<Side, E> {
+    pub fn side<E>(
+        &self,
+        method: &str,
+        mut make: impl FnMut(u32, u32) -> Result<Map, E>,
+    ) -> Result<FittedSide, E> {
         let heads = (0..self.shape.layers).flat_map(|l| (0..self.shape.kv_heads).map(move |h| (l, h)));
         let maps = heads.map(|(layer, head)| make(layer, head)).collect::<Result<_, E>>()?;
-        Ok(Side { method: method.to_owned(), maps })
+        Ok(FittedSide { method: method.to_owned(), maps })
     }
 }

@@ -125,17 +125,17 @@ pub enum FittedError {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 #[cfg(feature = "fit")]
-pub struct Side {
+pub struct FittedSide {
     /// Id of the method that made them, such as `"C_SVD"`.
     pub method: String,
     /// `[layers][kv_heads]`.
     pub maps: Vec<Map>,
 }
 
-impl Side {
+impl FittedSide {
     /// Maps made by the method with id `method`, `[layers][kv_heads]`.
-    pub fn new(method: impl Into<String>, maps: Vec<Map>) -> Side {
-        Side { method: method.into(), maps }
+    pub fn new(method: impl Into<String>, maps: Vec<Map>) -> FittedSide {
+        FittedSide { method: method.into(), maps }
     }
 }
 
@@ -147,8 +147,8 @@ impl Side {
 pub struct Fitted {
     shape: FitShape,
     fingerprint: String,
-    k: Option<Side>,
-    v: Option<Side>,
+    k: Option<FittedSide>,
+    v: Option<FittedSide>,
 }
 
 /// BLAKE3 of `parts`, as 64 hexadecimal digits, to identify a model. Each name and each byte string is hashed after its length, in
@@ -177,8 +177,8 @@ impl Fitted {
     pub fn new(
         shape: FitShape,
         fingerprint: &str,
-        k: Option<Side>,
-        v: Option<Side>,
+        k: Option<FittedSide>,
+        v: Option<FittedSide>,
     ) -> Result<Fitted, FittedError> {
         let fitted = Fitted { shape, fingerprint: fingerprint.to_owned(), k, v };
         for (side, maps, wanted) in fitted.sides() {
@@ -197,12 +197,12 @@ impl Fitted {
     }
 
     /// The maps of the keys, if there are any.
-    pub fn k(&self) -> Option<&Side> {
+    pub fn k(&self) -> Option<&FittedSide> {
         self.k.as_ref()
     }
 
     /// The maps of the values, if there are any.
-    pub fn v(&self) -> Option<&Side> {
+    pub fn v(&self) -> Option<&FittedSide> {
         self.v.as_ref()
     }
 
@@ -284,7 +284,7 @@ impl Fitted {
             return Err(FittedError::Digest { found: found.clone(), actual });
         }
         let mut left = views;
-        let mut side = |side: &'static str, wide| -> Result<Option<Side>, FittedError> {
+        let mut side = |side: &'static str, wide| -> Result<Option<FittedSide>, FittedError> {
             let Some(method) = metadata.get(&format!("{side}.method")) else { return Ok(None) };
             let heads = shape.layers as usize * shape.kv_heads as usize;
             let maps = (0..heads).map(|at| take(&mut left, head(at, shape.kv_heads, side), wide));
@@ -295,7 +295,7 @@ impl Fitted {
             if *found != wanted {
                 return Err(FittedError::Metadata { key, found: Some(found.clone()), wanted });
             }
-            Ok(Some(Side { method: method.clone(), maps }))
+            Ok(Some(FittedSide { method: method.clone(), maps }))
         };
         let (k, v) = (side("k", shape.k_dim)?, side("v", shape.v_dim)?);
         if let Some(name) = left.into_keys().next() {
@@ -330,8 +330,8 @@ impl Fitted {
     }
 
     /// The sides that are present, with the channels of their heads.
-    fn sides<'a>(&'a self) -> impl Iterator<Item = (&'static str, &'a Side, u32)> {
-        let of = |name, side: &'a Option<Side>, wide| side.as_ref().map(move |s| (name, s, wide));
+    fn sides<'a>(&'a self) -> impl Iterator<Item = (&'static str, &'a FittedSide, u32)> {
+        let of = |name, side: &'a Option<FittedSide>, wide| side.as_ref().map(move |s| (name, s, wide));
         [of("k", &self.k, self.shape.k_dim), of("v", &self.v, self.shape.v_dim)].into_iter().flatten()
     }
 }

@@ -28,12 +28,12 @@ use std::sync::Arc;
 pub struct Map {
     wide: u32,
     narrow: u32,
-    form: Form,
+    form: MapForm,
     bias: Option<Arc<[f32]>>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-enum Form {
+enum MapForm {
     /// Both matrices, each also transposed: `encode [narrow][wide]`, `decode [wide][narrow]`. Where `decode` is the transpose of
     /// `encode`, as in an orthonormal basis, two allocations hold all four.
     Dense { encode: Arc<[f32]>, encode_t: Arc<[f32]>, decode: Arc<[f32]>, decode_t: Arc<[f32]> },
@@ -69,11 +69,11 @@ impl Map {
             Some(form) => form,
             None if encode_t == decode => {
                 let (down, up): (Arc<[f32]>, Arc<[f32]>) = (encode.into(), decode.into());
-                Form::Dense { encode: down.clone(), encode_t: up.clone(), decode: up, decode_t: down }
+                MapForm::Dense { encode: down.clone(), encode_t: up.clone(), decode: up, decode_t: down }
             }
             None => {
                 let (encode, decode) = (encode.into(), decode.into());
-                Form::Dense { encode, encode_t: encode_t.into(), decode, decode_t: decode_t.into() }
+                MapForm::Dense { encode, encode_t: encode_t.into(), decode, decode_t: decode_t.into() }
             }
         };
         Ok(Map { wide, narrow, form, bias: bias.map(Arc::from) })
@@ -91,7 +91,7 @@ impl Map {
             return Err(MapError::Channel { channel, wide });
         }
         widths(wide, narrow)?;
-        Ok(Map { wide, narrow, form: Form::Select(channels.into()), bias: None })
+        Ok(Map { wide, narrow, form: MapForm::Select(channels.into()), bias: None })
     }
 
     /// The orthonormal Walsh-Hadamard transform, in blocks of the largest power of two that divides `wide` (128: one block of 128;
@@ -104,7 +104,7 @@ impl Map {
     /// [`MapError::Width`] for a width outside 1..=256.
     pub fn hadamard(wide: u32) -> Result<Map, MapError> {
         widths(wide, wide)?;
-        Ok(Map { wide, narrow: wide, form: Form::Hadamard, bias: None })
+        Ok(Map { wide, narrow: wide, form: MapForm::Hadamard, bias: None })
     }
 
     /// Channels of a row.
@@ -120,18 +120,18 @@ impl Map {
     /// The matrix from a row to its stored channels, `[narrow][wide]`; allocated by this call for a map without matrices.
     pub fn encode(&self) -> Cow<'_, [f32]> {
         match &self.form {
-            Form::Dense { encode, .. } => Cow::Borrowed(encode),
-            Form::Select(channels) => Cow::Owned(selection(channels, self.wide as usize)),
-            Form::Hadamard => Cow::Owned(hadamard_matrix(self.wide as usize)),
+            MapForm::Dense { encode, .. } => Cow::Borrowed(encode),
+            MapForm::Select(channels) => Cow::Owned(selection(channels, self.wide as usize)),
+            MapForm::Hadamard => Cow::Owned(hadamard_matrix(self.wide as usize)),
         }
     }
 
     /// The matrix from stored channels to a row, `[wide][narrow]`; allocated by this call for a map without matrices.
     pub fn decode(&self) -> Cow<'_, [f32]> {
         match &self.form {
-            Form::Dense { decode, .. } => Cow::Borrowed(decode),
-            Form::Select(_) => Cow::Owned(transpose(&self.encode(), self.wide as usize)),
-            Form::Hadamard => self.encode(),
+            MapForm::Dense { decode, .. } => Cow::Borrowed(decode),
+            MapForm::Select(_) => Cow::Owned(transpose(&self.encode(), self.wide as usize)),
+            MapForm::Hadamard => self.encode(),
         }
     }
 
@@ -143,7 +143,7 @@ impl Map {
     /// The stored channels of a map that only selects channels, else `None`.
     pub fn channels(&self) -> Option<&[u32]> {
         match &self.form {
-            Form::Select(channels) => Some(channels),
+            MapForm::Select(channels) => Some(channels),
             _ => None,
         }
     }
@@ -151,15 +151,15 @@ impl Map {
     /// Bytes that the map holds; its clones share them.
     pub fn bytes(&self) -> u64 {
         let values = match &self.form {
-            Form::Dense { encode, encode_t, decode, .. } => {
+            MapForm::Dense { encode, encode_t, decode, .. } => {
                 if Arc::ptr_eq(encode_t, decode) {
                     2 * encode.len()
                 } else {
                     4 * encode.len()
                 }
             }
-            Form::Select(channels) => channels.len(),
-            Form::Hadamard => 0,
+            MapForm::Select(channels) => channels.len(),
+            MapForm::Hadamard => 0,
         };
         4 * (values + self.bias.as_ref().map_or(0, |b| b.len())) as u64
     }
@@ -167,13 +167,13 @@ impl Map {
     /// Whether the two share what they hold.
     pub(crate) fn is(&self, other: &Map) -> bool {
         match (&self.form, &other.form) {
-            (Form::Dense { decode: a, .. }, Form::Dense { decode: b, .. }) => {
+            (MapForm::Dense { decode: a, .. }, MapForm::Dense { decode: b, .. }) => {
                 let bias = (self.bias.as_ref().map(Arc::as_ptr), other.bias.as_ref().map(Arc::as_ptr));
                 Arc::ptr_eq(a, b)
                     && bias.0.map(<*const [f32]>::cast::<f32>) == bias.1.map(<*const [f32]>::cast)
             }
-            (Form::Select(a), Form::Select(b)) => Arc::ptr_eq(a, b) && self.wide == other.wide,
-            (Form::Hadamard, Form::Hadamard) => self.wide == other.wide,
+            (MapForm::Select(a), MapForm::Select(b)) => Arc::ptr_eq(a, b) && self.wide == other.wide,
+            (MapForm::Hadamard, MapForm::Hadamard) => self.wide == other.wide,
             _ => false,
         }
     }
@@ -181,11 +181,11 @@ impl Map {
     /// Whether its buffers are not shared with another map.
     pub(crate) fn is_last(&self) -> bool {
         match &self.form {
-            Form::Dense { decode, encode_t, .. } => {
+            MapForm::Dense { decode, encode_t, .. } => {
                 Arc::strong_count(decode) == 1 + usize::from(Arc::ptr_eq(decode, encode_t))
             }
-            Form::Select(channels) => Arc::strong_count(channels) == 1,
-            Form::Hadamard => true,
+            MapForm::Select(channels) => Arc::strong_count(channels) == 1,
+            MapForm::Hadamard => true,
         }
     }
 
@@ -200,8 +200,8 @@ impl Map {
     pub fn encode_row(&self, x: &[f32], out: &mut [f32]) {
         self.lengths(x, out);
         match (&self.form, &self.bias) {
-            (Form::Dense { encode_t, .. }, None) => product(encode_t, x, out),
-            (Form::Dense { encode_t, .. }, Some(bias)) => {
+            (MapForm::Dense { encode_t, .. }, None) => product(encode_t, x, out),
+            (MapForm::Dense { encode_t, .. }, Some(bias)) => {
                 let mut row = [0.0; MAX_DIM as usize];
                 let row = &mut row[..x.len()];
                 for ((row, x), bias) in row.iter_mut().zip(x).zip(bias.iter()) {
@@ -209,8 +209,8 @@ impl Map {
                 }
                 product(encode_t, row, out);
             }
-            (Form::Select(channels), _) => pick(channels, x, out),
-            (Form::Hadamard, _) => transform(x, out),
+            (MapForm::Select(channels), _) => pick(channels, x, out),
+            (MapForm::Hadamard, _) => transform(x, out),
         }
     }
 
@@ -230,14 +230,14 @@ impl Map {
     pub(crate) fn decode_sum(&self, stored: &[f32], weight: f32, out: &mut [f32]) {
         self.lengths(out, stored);
         match &self.form {
-            Form::Dense { decode_t, .. } => product(decode_t, stored, out),
-            Form::Select(channels) => {
+            MapForm::Dense { decode_t, .. } => product(decode_t, stored, out),
+            MapForm::Select(channels) => {
                 out.fill(0.0);
                 for (channel, stored) in channels.iter().zip(stored) {
                     out[*channel as usize] = *stored;
                 }
             }
-            Form::Hadamard => transform(stored, out),
+            MapForm::Hadamard => transform(stored, out),
         }
         if let Some(bias) = &self.bias {
             for (out, bias) in out.iter_mut().zip(bias.iter()) {
@@ -249,22 +249,22 @@ impl Map {
     /// The map in the form that lanes encode 32 rows with; same bits as [`Map::encode_row`].
     pub(crate) fn turn(&self) -> Turn<'_> {
         match &self.form {
-            Form::Dense { encode, .. } => {
+            MapForm::Dense { encode, .. } => {
                 Turn::Dense { encode, bias: self.bias.as_deref().unwrap_or_default() }
             }
-            Form::Select(channels) => Turn::Select { channels },
-            Form::Hadamard => Turn::Hadamard { block: block(self.wide as usize) },
+            MapForm::Select(channels) => Turn::Select { channels },
+            MapForm::Hadamard => Turn::Hadamard { block: block(self.wide as usize) },
         }
     }
 
     /// The map in the form that lanes decode 32 rows with; same bits as [`Map::decode_row`].
     pub(crate) fn back(&self) -> Back<'_> {
         match &self.form {
-            Form::Dense { decode, .. } => {
+            MapForm::Dense { decode, .. } => {
                 Back::Dense { decode, bias: self.bias.as_deref().unwrap_or_default() }
             }
-            Form::Select(channels) => Back::Select { channels },
-            Form::Hadamard => Back::Hadamard { block: block(self.wide as usize) },
+            MapForm::Select(channels) => Back::Select { channels },
+            MapForm::Hadamard => Back::Hadamard { block: block(self.wide as usize) },
         }
     }
 
@@ -279,9 +279,9 @@ impl Map {
     pub fn fold(&self, q: &[f32], out: &mut [f32]) {
         self.lengths(q, out);
         match &self.form {
-            Form::Dense { decode, .. } => product(decode, q, out),
-            Form::Select(channels) => pick(channels, q, out),
-            Form::Hadamard => transform(q, out),
+            MapForm::Dense { decode, .. } => product(decode, q, out),
+            MapForm::Select(channels) => pick(channels, q, out),
+            MapForm::Hadamard => transform(q, out),
         }
     }
 
@@ -301,12 +301,12 @@ impl Map {
             return 0.0;
         }
         match &self.form {
-            Form::Select(_) => top.min(f32::MAX),
-            Form::Hadamard => {
+            MapForm::Select(_) => top.min(f32::MAX),
+            MapForm::Hadamard => {
                 let block = block(self.wide as usize);
                 floor(f64::from(top) * slack(block.ilog2() as usize + 2) / (block as f64).sqrt())
             }
-            Form::Dense { encode, .. } => {
+            MapForm::Dense { encode, .. } => {
                 let wide = self.wide as usize;
                 let top = f64::from(top) * slack(wide + 2);
                 let row = |row: &[f32]| {
@@ -325,12 +325,12 @@ impl Map {
     /// a few large channels. `None` for maps that store each channel by itself.
     pub(crate) fn length(&self, top: f32) -> Option<(usize, f64)> {
         match &self.form {
-            Form::Select(_) => None,
-            Form::Hadamard => {
+            MapForm::Select(_) => None,
+            MapForm::Hadamard => {
                 let block = block(self.wide as usize);
                 Some((block, f64::from(top) * slack(block.ilog2() as usize + 2)))
             }
-            Form::Dense { encode, .. } => {
+            MapForm::Dense { encode, .. } => {
                 let wide = self.wide as usize;
                 let top = f64::from(top) * slack(wide + 2);
                 let row = |row: &[f32]| {
@@ -379,17 +379,17 @@ fn transpose(matrix: &[f32], width: usize) -> Vec<f32> {
 }
 
 /// The equivalent form without matrices, if `encode` and its transpose have one.
-fn special(encode: &[f32], wide: usize, narrow: usize) -> Option<Form> {
+fn special(encode: &[f32], wide: usize, narrow: usize) -> Option<MapForm> {
     let ones = encode.chunks_exact(wide).map(|row| row.iter().position(|x| *x == 1.0));
     if let Some(channels) = ones.collect::<Option<Vec<usize>>>() {
         let channels: Vec<u32> = channels.into_iter().map(|c| c as u32).collect();
         if encode == selection(&channels, wide)
             && (1..channels.len()).all(|i| !channels[..i].contains(&channels[i]))
         {
-            return Some(Form::Select(channels.into()));
+            return Some(MapForm::Select(channels.into()));
         }
     }
-    (wide == narrow && encode == hadamard_matrix(wide)).then_some(Form::Hadamard)
+    (wide == narrow && encode == hadamard_matrix(wide)).then_some(MapForm::Hadamard)
 }
 
 fn selection(channels: &[u32], wide: usize) -> Vec<f32> {

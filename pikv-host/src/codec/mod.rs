@@ -85,6 +85,6 @@ pub use eigen::LowRank;
 #[cfg(feature = "fit")]
 pub use fit::{FitShape, Fitter, Segment};
 #[cfg(feature = "fit")]
-pub use fitted::{Fitted, FittedError, Side, fingerprint};
+pub use fitted::{Fitted, FittedError, FittedSide, fingerprint};
 #[cfg(feature = "fit")]
 pub use peft::{PeftConfig, PeftUse};

@@ -1,6 +1,6 @@
 //! Projectors from adapters in PEFT's layout (Hugging Face, `adapter_model.safetensors` and `adapter_config.json`).
 
-use super::{FitShape, Fitted, FittedError, Map, Side, lora};
+use super::{FitShape, Fitted, FittedError, FittedSide, Map, lora};
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value;
@@ -116,7 +116,7 @@ impl Fitted {
     ) -> Result<Fitted, FittedError> {
         let config = config.check()?;
         let file = SafeTensors::deserialize(bytes)?;
-        let side = |module: &str, channels: u32| -> Result<Option<Side>, FittedError> {
+        let side = |module: &str, channels: u32| -> Result<Option<FittedSide>, FittedError> {
             let find = |layer: u32, matrix: &str| {
                 let name = format!("layers.{layer}.self_attn.{module}.lora_{matrix}.weight");
                 find(&file, name)
@@ -138,7 +138,7 @@ impl Fitted {
                     })?);
                 }
             }
-            Ok(Some(Side { method: "C_Lo".to_owned(), maps }))
+            Ok(Some(FittedSide { method: "C_Lo".to_owned(), maps }))
         };
         let (k, v) = (side("k_proj", shape.k_dim)?, side("v_proj", shape.v_dim)?);
         Fitted::new(shape, fingerprint, k, v)

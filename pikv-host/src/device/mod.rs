@@ -17,7 +17,7 @@ use self::memory::Memory;
 use self::pinned_copies::PinnedCopies;
 use self::stream::Stream;
 use self::upload_buffers::UploadBufferPool;
-use self::work::Work;
+use self::work::WorkBuffers;
 use crate::base::error::CudaError;
 use crate::base::error::Error;
 use crate::device::driver::{answer, bare, failure};
@@ -73,7 +73,7 @@ unsafe impl Sync for Kernel {}
 
 /// A device and the driver's objects on it, dropped in the order of the fields.
 pub(crate) struct Device {
-    work: Mutex<Work>,
+    work: Mutex<WorkBuffers>,
     pub lifts: UploadBufferPool,
     pub downs: PinnedCopies,
     pub kernels: Kernels,
@@ -184,7 +184,7 @@ impl Device {
     }
 
     /// Locks the buffers for work on the stream.
-    pub fn work(&self) -> Result<MutexGuard<'_, Work>, CudaError> {
+    pub fn work(&self) -> Result<MutexGuard<'_, WorkBuffers>, CudaError> {
         self.enter()?;
         // A thread that panicked leaves at most a buffer whose content nothing reads.
         Ok(self.work.lock().unwrap_or_else(PoisonError::into_inner))

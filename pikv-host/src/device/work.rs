@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// Buffers of launches.
 #[derive(Debug, Default)]
-pub struct Work {
+pub struct WorkBuffers {
     ring: Ring,
     queries: Memory,
     parts: Memory,
@@ -39,7 +39,7 @@ pub enum Direction {
     Sum,
 }
 
-impl Work {
+impl WorkBuffers {
     /// Copies words to their addresses.
     pub fn write(&mut self, stream: &Stream, targets: &[(u64, &[u32])]) -> Result<(), Error> {
         self.ring.write(stream, targets)
@@ -146,7 +146,7 @@ impl Work {
         self.fetch_all(stream, &[(address, words)], f)
     }
 
-    /// [`Work::fetch`] from several places; `f` gets their words in order.
+    /// [`WorkBuffers::fetch`] from several places; `f` gets their words in order.
     pub fn fetch_all<T>(
         &mut self,
         stream: &Stream,

@@ -33,7 +33,7 @@ use std::sync::Arc;
 
 /// A token that a step moved from the ring to a page.
 #[derive(Clone, Copy, Debug)]
-struct Moved {
+struct FiledToken {
     position: u32,
     run: usize,
     ordinal: u32,
@@ -193,7 +193,7 @@ struct Observation<'a> {
 }
 
 /// Rows that are observed together.
-struct Cut<'a> {
+struct ObservedRows<'a> {
     index: usize,
     /// Rows whose weights the policy needs.
     told: Range<u32>,
@@ -201,7 +201,7 @@ struct Cut<'a> {
     len: u32,
     left: u32,
     /// Tokens that the step moved to pages.
-    moved: &'a [Moved],
+    moved: &'a [FiledToken],
     /// Tokens that the head held.
     resident: u32,
 }
@@ -256,13 +256,18 @@ impl Observation<'_> {
                 let sinks = |left: u32| left.min(self.sinks);
                 let late = late.len() as u32 + sinks(self.filed) - sinks(left);
                 let resident = ring.resident(rows.end).0 + filed - late;
-                self.pages(h, head, feed, &Cut { index, told, len: rows.end, left, moved: &moved, resident });
+                self.pages(
+                    h,
+                    head,
+                    feed,
+                    &ObservedRows { index, told, len: rows.end, left, moved: &moved, resident },
+                );
             }
         }
     }
 
     /// Passes the pages of a head to the policy, one by one.
-    fn pages(&self, h: usize, head: &mut HeadPages, feed: &mut HeadFeedback, cut: &Cut<'_>) {
+    fn pages(&self, h: usize, head: &mut HeadPages, feed: &mut HeadFeedback, cut: &ObservedRows<'_>) {
         let HeadFeedback { weighed, reused, .. } = feed;
         let mut at = 0;
         while let Some(PageId { place, .. }) = weighed.pages.get(at) {
@@ -275,8 +280,8 @@ impl Observation<'_> {
     }
 
     /// The fields that are equal for all pages of a cut.
-    fn seen(&self, h: usize, page: PageId, cut: &Cut<'_>) -> Seen<'static> {
-        let Cut { ref told, resident, .. } = *cut;
+    fn seen(&self, h: usize, page: PageId, cut: &ObservedRows<'_>) -> Seen<'static> {
+        let ObservedRows { ref told, resident, .. } = *cut;
         Seen {
             layer: self.rule.layer,
             kv_head: h,
@@ -298,7 +303,7 @@ impl Observation<'_> {
         head: &mut HeadPages,
         weighed: &PageWeights,
         from: usize,
-        cut: &Cut<'_>,
+        cut: &ObservedRows<'_>,
     ) -> usize {
         let mut kept = head.ring.states_mut().version_mut(self.rule.version(cut.len));
         let mut at = from;
@@ -326,7 +331,7 @@ impl Observation<'_> {
         run: &mut Run,
         weighed: &PageWeights,
         from: usize,
-        cut: &Cut<'_>,
+        cut: &ObservedRows<'_>,
         reused: &mut Vec<Reused>,
     ) -> usize {
         let place = weighed.pages[from].place;
@@ -374,9 +379,9 @@ impl Observation<'_> {
     }
 
     /// Tokens from position `from` on that are in pages of experts, by position.
-    fn moved(&self, h: usize, head: &HeadPages, from: u32) -> SmallVec<[Moved; 4]> {
+    fn moved(&self, h: usize, head: &HeadPages, from: u32) -> SmallVec<[FiledToken; 4]> {
         let codec = self.codecs[h].as_ref();
-        let mut moved: SmallVec<[Moved; 4]> = SmallVec::new();
+        let mut moved: SmallVec<[FiledToken; 4]> = SmallVec::new();
         // Mostly one token. Other runs are skipped, because each would be fetched from memory.
         let run = |position| {
             let home = self.tags.experts(self.inner, position).next()?;
@@ -393,7 +398,7 @@ impl Observation<'_> {
                 .flat_map(|entry| (0..entry.fill).rev().map(move |lane| (entry.ordinal, lane, entry)));
             let tokens = lanes.map_while(|(ordinal, lane, entry)| {
                 let position = entry.position(codec, lane).filter(|position| *position >= from)?;
-                Some(Moved { position, run: c, ordinal, lane })
+                Some(FiledToken { position, run: c, ordinal, lane })
             });
             moved.extend(tokens);
         }
@@ -415,7 +420,7 @@ impl Observation<'_> {
     }
 
     /// Copies the policy's state of tokens from the ring to their pages, as of `len` tokens.
-    fn carry(&self, head: &mut HeadPages, moved: &[Moved], len: u32) {
+    fn carry(&self, head: &mut HeadPages, moved: &[FiledToken], len: u32) {
         let HeadPages { runs, ring, .. } = head;
         let version = self.rule.version(len);
         for token in moved {
@@ -434,7 +439,7 @@ fn of_lanes(mass: &[f32; LANES], lanes: u32) -> [f32; LANES] {
 }
 
 /// Moves the masses of tokens from the ring to their pages.
-fn follow(weighed: &mut PageWeights, cut: usize, moved: &[Moved]) {
+fn follow(weighed: &mut PageWeights, cut: usize, moved: &[FiledToken]) {
     if moved.is_empty() {
         return;
     }

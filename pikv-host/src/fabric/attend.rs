@@ -5,7 +5,7 @@ use super::front::{Front, first_alive};
 use super::link::Link;
 use super::wire::{self, flag};
 use crate::attend::cpu::Cpu;
-use crate::attend::executor::Cut;
+use crate::attend::executor::TaskLists;
 use crate::attend::executor::{Executor, Results};
 use crate::attend::feedback::HeadFeedback;
 use crate::attend::forest::Forest;
@@ -82,7 +82,7 @@ impl Elsewhere for Remote {
 }
 
 /// A block that a rank reads.
-struct Asked {
+struct AskedBlock {
     rank: u32,
     block: usize,
     packed: bool,
@@ -118,7 +118,7 @@ impl Front {
         forest: &Forest<'_>,
         work: &mut ByRank,
         loads: &mut [u64],
-    ) -> Result<Vec<Asked>, FabricError> {
+    ) -> Result<Vec<AskedBlock>, FabricError> {
         let mut asked = Vec::new();
         for block in (0..forest.blocks.len()).filter(|block| is_remote(forest, *block)) {
             let pages = &forest.pages[forest.blocks[block].clone()];
@@ -173,7 +173,7 @@ impl Front {
             }
             loads[rank as usize] += bytes;
             self.count_read(layer, expert, bytes);
-            asked.push(Asked { rank, block, packed, pages: ids });
+            asked.push(AskedBlock { rank, block, packed, pages: ids });
         }
         Ok(asked)
     }
@@ -203,7 +203,7 @@ impl Front {
     ) -> Result<Remote, FabricError> {
         let mut work = ByRank::default();
         let mut loads = vec![0; link.lost.len()];
-        let mut asked: Vec<(*const Forest<'_>, Vec<Asked>)> = Vec::new();
+        let mut asked: Vec<(*const Forest<'_>, Vec<AskedBlock>)> = Vec::new();
         // In the order of each rank's answer.
         let mut order: HashMap<u32, Vec<For>> = HashMap::new();
         for (forest, rows) in items {
@@ -217,8 +217,8 @@ impl Front {
                 job.pack(&item, scratch);
                 for rank in 0..loads.len() as u32 {
                     for packed in [true, false] {
-                        let mine = |asked: &&Asked| (asked.rank, asked.packed) == (rank, packed);
-                        let mine: SmallVec<[&Asked; 8]> = blocks.iter().filter(mine).collect();
+                        let mine = |asked: &&AskedBlock| (asked.rank, asked.packed) == (rank, packed);
+                        let mine: SmallVec<[&AskedBlock; 8]> = blocks.iter().filter(mine).collect();
                         if mine.is_empty() {
                             continue;
                         }
@@ -268,7 +268,7 @@ struct Question<'a> {
 
 impl Question<'_> {
     /// Appends it to a message.
-    fn write(&self, blocks: &[&Asked], out: &mut Vec<u32>) {
+    fn write(&self, blocks: &[&AskedBlock], out: &mut Vec<u32>) {
         let set = |on: bool, bit| if on { bit } else { 0 };
         let flags = set(self.options.raw, flag::RAW)
             | set(self.packed, flag::PACKED)
@@ -294,7 +294,7 @@ impl Question<'_> {
         }
         let count = out.len();
         out.push(0);
-        for Asked { block, pages, .. } in blocks {
+        for AskedBlock { block, pages, .. } in blocks {
             out[count] += 1;
             out.push(pages.len() as u32);
             let listed = &self.item.forest.pages[self.item.forest.blocks[*block].clone()];
@@ -315,7 +315,7 @@ fn expect(
     item: &Item<'_>,
     packed: bool,
     options: AskOptions,
-    blocks: &[&Asked],
+    blocks: &[&AskedBlock],
     to: &mut Vec<For>,
 ) {
     let part = job.trees(item).of(packed.then_some(0)).len();
@@ -324,7 +324,7 @@ fn expect(
     if options.fast {
         return to.push(For::Merged((view, head, row), packed, at(0)));
     }
-    to.extend(blocks.iter().map(|Asked { block, pages, .. }| {
+    to.extend(blocks.iter().map(|AskedBlock { block, pages, .. }| {
         let raw = if options.raw { item.rows * pages.len() * LANES } else { 0 };
         For::Block((view, head, row, *block), at(raw))
     }));
@@ -376,7 +376,7 @@ impl Executor for Front {
         forests: &[Forest<'_>],
         wanted: Option<&[WeightSets]>,
         results: Results<'_>,
-        cut: &mut Cut,
+        cut: &mut TaskLists,
     ) -> Result<(), Error> {
         if !forests.iter().any(|forest| forest.away().next().is_some()) {
             return Cpu.run(job, forests, wanted, results, cut);

@@ -1,7 +1,7 @@
 //! Sends pages to ranks.
 
 use super::front::Front;
-use super::link::{Link, List, Work};
+use super::link::{Link, List, RankWork};
 use super::wire;
 use crate::base::chunks::Common;
 use crate::base::error::Error;
@@ -14,7 +14,7 @@ use crate::memory::pool::Pool;
 use crate::pages::entry::{Closed, Entry, PageState};
 use crate::pages::filing::LayerPages;
 use crate::pages::run::Run;
-use crate::tiers::Stored;
+use crate::tiers::StoredPage;
 use crate::tiers::replica::{Block, Copies, Copy, Mirror, Mirrors, RankPage, RunId};
 use pikv_core::attend::BLOCK;
 use pikv_core::page::{Layout, PAGE};
@@ -24,21 +24,21 @@ use std::sync::Arc;
 
 /// Work by rank.
 #[derive(Default)]
-pub(super) struct ByRank(Vec<(u32, Work)>);
+pub(super) struct ByRank(Vec<(u32, RankWork)>);
 
 impl ByRank {
-    pub fn of(&mut self, rank: u32) -> &mut Work {
+    pub fn of(&mut self, rank: u32) -> &mut RankWork {
         let at = match self.0.iter().position(|(of, _)| *of == rank) {
             Some(at) => at,
             None => {
-                self.0.push((rank, Work::default()));
+                self.0.push((rank, RankWork::default()));
                 self.0.len() - 1
             }
         };
         &mut self.0[at].1
     }
 
-    pub fn into_list(self) -> Vec<(u32, Work)> {
+    pub fn into_list(self) -> Vec<(u32, RankWork)> {
         self.0.into_iter().filter(|(_, work)| !work.is_empty()).collect()
     }
 }
@@ -77,7 +77,7 @@ pub(crate) struct Sent {
     head: usize,
     run: usize,
     ordinal: u32,
-    slot: Arc<Stored>,
+    slot: Arc<StoredPage>,
 }
 
 /// Whether a page on the front may be sent to its rank, with positions below `kept` safe from rollback: it takes no more tokens, and no
@@ -152,7 +152,7 @@ impl Run {
         (layout, codec): (&Layout, bool),
         ordinal: u32,
         (rank, epoch): (u32, u64),
-        work: &mut Work,
+        work: &mut RankWork,
     ) -> Option<Arc<Copy>> {
         let entry = self.entry(ordinal)?;
         let words = entry.page()?.words();
@@ -206,7 +206,7 @@ impl Run {
         ordinal: u32,
         (rank, epoch): (u32, u64),
         words: u32,
-        work: &mut Work,
+        work: &mut RankWork,
     ) -> Option<Mirror> {
         let list = self.mirrors.list();
         let own =
@@ -388,7 +388,7 @@ impl Front {
         link: &Link,
         page: Leaving<'_>,
         work: &mut ByRank,
-    ) -> Result<Arc<Stored>, FabricError> {
+    ) -> Result<Arc<StoredPage>, FabricError> {
         let Leaving { run, entry, codec, at: At { layer, head, run: c, ordinal } } = page;
         let layout = &inner.config.layers[layer].layout;
         let id = run_id(layer, head, c);
@@ -427,7 +427,7 @@ impl Front {
             *to = entry.position(codec, lane).unwrap_or(u32::MAX);
         }
         let kept = RankPage::new(self.clone(), block, copies);
-        Ok(Arc::new(Stored::on_ranks(self.level.clone(), kept, words, positions)))
+        Ok(Arc::new(StoredPage::on_ranks(self.level.clone(), kept, words, positions)))
     }
 
     /// Replaces local pages by the copies on ranks.

@@ -1,6 +1,6 @@
 //! The front of a fabric, held by its cache: the link to the ranks, the rank that holds each page, and the placement of new blocks.
 
-use super::link::{Answer, Link, Work};
+use super::link::{Answer, Link, RankWork};
 use super::store::fingerprint;
 use super::{Fabric, Options, Traffic};
 use crate::base::error::FabricError;
@@ -11,7 +11,7 @@ use crate::config::CacheConfig;
 use crate::config::shape::CacheShape;
 use crate::config::shape::first_heads;
 use crate::tiers::replica::{Block, Copy, FetchPage, Freed, MirrorBook, RankPage};
-use crate::tiers::{Level, Stored};
+use crate::tiers::{Level, StoredPage};
 use pikv_core::shard::ShardMap;
 use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
@@ -39,7 +39,7 @@ pub(crate) struct Front {
     /// Copies on ranks of pages that are still on the front, for moves.
     pub(super) mirrors: Arc<MirrorBook>,
     /// The pages of every block, for moves.
-    pub(super) book: Mutex<HashMap<Block, Vec<Weak<Stored>>>>,
+    pub(super) book: Mutex<HashMap<Block, Vec<Weak<StoredPage>>>>,
     /// `[layer][expert]` bytes that attention read since the last placement.
     reads: Vec<AtomicU64>,
     beat: Mutex<Option<Beat>>,
@@ -154,7 +154,7 @@ impl Front {
             Err(TryLockError::WouldBlock) => return,
         };
         if link.last.elapsed() >= every {
-            let all = link.alive().map(|rank| (rank, Work::default())).collect();
+            let all = link.alive().map(|rank| (rank, RankWork::default())).collect();
             // A rank lost here gives an error in the next call that needs it.
             let _ = self.work(&mut link, all);
         }
@@ -168,7 +168,11 @@ impl Front {
     }
 
     /// Sends work to ranks; answers in the same order.
-    pub(super) fn work(&self, link: &mut Link, work: Vec<(u32, Work)>) -> Result<Vec<Answer>, FabricError> {
+    pub(super) fn work(
+        &self,
+        link: &mut Link,
+        work: Vec<(u32, RankWork)>,
+    ) -> Result<Vec<Answer>, FabricError> {
         let mut freed = |rank: u32| {
             let mut freed = self.freed.0.lock().unwrap_or_else(PoisonError::into_inner);
             freed.get_mut(rank as usize).map(std::mem::take).unwrap_or_default()
@@ -204,7 +208,7 @@ impl Front {
     }
 
     /// Registers a page of a block.
-    pub(super) fn note(&self, block: Block, slot: &Arc<Stored>) {
+    pub(super) fn note(&self, block: Block, slot: &Arc<StoredPage>) {
         let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
         let pages = book.entry(block).or_default();
         // Entries of freed pages are removed when the vector is full.
@@ -235,7 +239,7 @@ impl Front {
     /// Bytes and pages of every rank, after it freed unused pages; of a lost one, those of its last answer.
     pub fn usage(&self) -> Result<Vec<RankUsage>, FabricError> {
         let mut link = self.link();
-        let all = link.alive().map(|rank| (rank, Work::default())).collect();
+        let all = link.alive().map(|rank| (rank, RankWork::default())).collect();
         self.work(&mut link, all)?;
         let of = |(rank, ((bytes, pages), lost)): (usize, (&(u64, u64), &Option<FabricError>))| RankUsage {
             rank: rank as u32,
@@ -261,7 +265,7 @@ impl FetchPage for Front {
         let mut link = self.link();
         let copies = page.copies();
         let copy = first_alive(&link, &copies)?;
-        let mut work = Work::default();
+        let mut work = RankWork::default();
         work.fetches.id(copy.id);
         let answers = self.work(&mut link, vec![(copy.rank, work)])?;
         words.copy_from_slice(fetched(&answers[0], 0, words.len())?);

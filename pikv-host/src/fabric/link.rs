@@ -27,7 +27,7 @@ pub(super) struct Link {
 
 /// The work in a message to a rank, by section.
 #[derive(Default)]
-pub(super) struct Work {
+pub(super) struct RankWork {
     pub writes: List,
     pub puts: List,
     pub keeps: List,
@@ -44,9 +44,9 @@ pub(super) struct List {
     pub words: Vec<u32>,
 }
 
-impl Work {
+impl RankWork {
     pub fn is_empty(&self) -> bool {
-        let Work { writes, puts, keeps, fetches, asks, .. } = self;
+        let RankWork { writes, puts, keeps, fetches, asks, .. } = self;
         [writes, puts, keeps, fetches, asks].iter().all(|list| list.items == 0)
     }
 }
@@ -121,7 +121,7 @@ impl Link {
     pub fn work(
         &mut self,
         freed: &mut dyn FnMut(u32) -> Vec<u64>,
-        work: Vec<(u32, Work)>,
+        work: Vec<(u32, RankWork)>,
     ) -> Result<Vec<Answer>, FabricError> {
         // Before anything is taken out of the lists for messages.
         for (rank, _) in &work {
@@ -133,7 +133,7 @@ impl Link {
             let gone = freed(rank);
             message.push(gone.len() as u32);
             gone.iter().for_each(|id| wire::push_u64(&mut message, *id));
-            let Work { writes, puts, keeps, fetches, asks, .. } = work;
+            let RankWork { writes, puts, keeps, fetches, asks, .. } = work;
             for list in [writes, puts, keeps, fetches, asks] {
                 message.push(list.items);
                 message.extend_from_slice(&list.words);

@@ -2,11 +2,11 @@
 
 use super::file::ByRank;
 use super::front::{Front, fetched, first_alive};
-use super::link::{Link, Work};
+use super::link::{Link, RankWork};
 use crate::base::error::FabricError;
 use crate::base::ids::block_of;
 use crate::router::Eplb;
-use crate::tiers::Stored;
+use crate::tiers::StoredPage;
 use crate::tiers::replica::{Block, Copies, Copy};
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, Weak};
@@ -38,9 +38,9 @@ impl Front {
     pub(super) fn unite<'a>(
         &self,
         link: &mut Link,
-        pages: impl Iterator<Item = &'a Arc<Stored>>,
+        pages: impl Iterator<Item = &'a Arc<StoredPage>>,
     ) -> Result<u32, FabricError> {
-        let pages: Vec<&Arc<Stored>> = pages.collect();
+        let pages: Vec<&Arc<StoredPage>> = pages.collect();
         let Some(first) = pages.first().and_then(|slot| slot.rank_page()) else {
             return Err(FabricError::Nobody);
         };
@@ -50,7 +50,7 @@ impl Front {
     }
 
     /// Copies pages to `rank`; returns the number copied.
-    fn copy_to(&self, link: &mut Link, pages: &[&Arc<Stored>], rank: u32) -> Result<u64, FabricError> {
+    fn copy_to(&self, link: &mut Link, pages: &[&Arc<StoredPage>], rank: u32) -> Result<u64, FabricError> {
         let (mut fetch, mut missing) = (ByRank::default(), Vec::new());
         for slot in pages {
             let Some(kept) = slot.rank_page() else { continue };
@@ -66,7 +66,7 @@ impl Front {
             return Ok(0);
         }
         let answers = self.work(link, fetch.into_list())?;
-        let mut work = Work::default();
+        let mut work = RankWork::default();
         let mut at = vec![0; answers.len()];
         let mut copies = Vec::new();
         for (from, kept, words) in &missing {
@@ -97,7 +97,7 @@ impl Front {
     }
 
     /// The pages of a block, on any rank; none are added while the link is locked.
-    fn pages(&self, _link: &Link, block: &Block) -> Vec<Arc<Stored>> {
+    fn pages(&self, _link: &Link, block: &Block) -> Vec<Arc<StoredPage>> {
         let book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
         book.get(block).into_iter().flatten().filter_map(Weak::upgrade).collect()
     }
@@ -149,7 +149,7 @@ impl Front {
         let pages = self.pages(link, block);
         let mut moves = Moves::default();
         // Pages of a lost rank cannot be copied.
-        let all: Vec<&Arc<Stored>> = pages
+        let all: Vec<&Arc<StoredPage>> = pages
             .iter()
             .filter(|slot| slot.rank_page().is_some_and(|kept| first_alive(link, &kept.copies()).is_ok()))
             .collect();

@@ -9,7 +9,7 @@ use crate::pages::entry::{Away, Entry, PageState};
 use crate::pages::homes::Homes;
 use crate::pages::past::{Before, Compacted, Was, Went};
 use crate::pages::run::Run;
-use crate::tiers::Stored;
+use crate::tiers::StoredPage;
 use pikv_core::attend::filled;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::plan::LayerShape;
@@ -76,7 +76,7 @@ struct Ready {
     /// Words of each page that was read from a lower tier or a device.
     away: Vec<Option<Box<[u32]>>>,
     /// Targets in a lower tier, in their order.
-    lower: VecDeque<(Vec<u32>, Stored)>,
+    lower: VecDeque<(Vec<u32>, StoredPage)>,
     /// Bounds of targets on a device, in their order.
     bounds: VecDeque<Option<Box<[[f32; LANES]]>>>,
 }
@@ -350,7 +350,7 @@ impl Run {
                     (_, Target::Fresh(page)) => page.address(),
                     (to, _) => address(*to),
                 };
-                crate::memory::cuda::Moved {
+                crate::memory::cuda::MovedToken {
                     source: address(*from),
                     from: *lane,
                     at: *at,
@@ -370,7 +370,7 @@ impl Run {
         targets: &[(usize, Target)],
         moves: &[Move],
         away: &[Option<Box<[u32]>>],
-    ) -> Result<VecDeque<(Vec<u32>, Stored)>, Error> {
+    ) -> Result<VecDeque<(Vec<u32>, StoredPage)>, Error> {
         let layout = &whose.shape.layout;
         let mut lower = VecDeque::new();
         for (tokens, (_, target)) in moves.chunk_by(|a, b| a.at == b.at).zip(targets) {

@@ -4,7 +4,7 @@ use crate::codec::HeadCodec;
 use crate::memory::arena::Page;
 use crate::pages::homes::Homes;
 use crate::policy::page::TokenPage;
-use crate::tiers::Stored;
+use crate::tiers::StoredPage;
 use pikv_core::bound;
 use pikv_core::page::{Layout, MAX_DIM, PAGE};
 use pikv_core::rope::Rope;
@@ -45,7 +45,7 @@ pub(crate) enum PageState {
 /// A page in a lower tier; forks share it.
 #[derive(Clone, Debug)]
 pub(crate) struct Away {
-    pub slot: Arc<Stored>,
+    pub slot: Arc<StoredPage>,
     /// For a packed page, the position whose token packed it.
     pub by: Option<u32>,
 }

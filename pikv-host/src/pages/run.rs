@@ -10,7 +10,7 @@ use crate::memory::arena::{Near, Page, Reservation};
 use crate::pages::entry::{Away, Closed, Entry, PageState};
 use crate::pages::find::find;
 use crate::policy::state::{Apart, TokenStates};
-use crate::tiers::Stored;
+use crate::tiers::StoredPage;
 use crate::tiers::replica::Mirrors;
 use pikv_core::attend::filled;
 use pikv_core::page::{Layout, PAGE};
@@ -140,7 +140,7 @@ impl Run {
     /// Bytes of the lists of its pages, from their capacities. `O(pages)`.
     pub fn table_bytes(&self) -> u64 {
         let beside = |entry: &Entry| match &entry.held {
-            PageState::Away(_) => size_of::<Stored>(),
+            PageState::Away(_) => size_of::<StoredPage>(),
             _ => 0,
         };
         let bounds = |entry: &Entry| entry.bounds.as_ref().map_or(0, |bounds| size_of_val(&bounds[..]));

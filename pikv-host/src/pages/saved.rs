@@ -4,7 +4,7 @@ use crate::base::error::Error;
 use crate::base::fields::content;
 use crate::memory::arena::{Near, Page, Reservation};
 use crate::memory::pool::Pool;
-use crate::tiers::Stored;
+use crate::tiers::StoredPage;
 use pikv_core::attend::filled;
 use pikv_core::page::{Layout, PAGE};
 use pikv_core::warp::LANES;
@@ -32,7 +32,7 @@ pub(crate) enum Words<'a> {
     /// Words of some lanes only: other lanes were never written, or by another sequence.
     Part(&'a Page, &'a Layout, u32),
     /// Words of a page in a lower tier.
-    Away(&'a Arc<Stored>),
+    Away(&'a Arc<StoredPage>),
 }
 
 impl<'a> Words<'a> {
@@ -90,14 +90,14 @@ pub(crate) trait Source {
     fn page(&mut self, words: &mut [u32]) -> Result<(), Error>;
 
     /// The next page as a slot of a lower tier, if the source has it there.
-    fn slot(&mut self) -> Option<Arc<Stored>> {
+    fn slot(&mut self) -> Option<Arc<StoredPage>> {
         None
     }
 }
 
 /// Where a page of a lower tier is restored.
 pub(crate) enum Place {
-    Lower(Arc<Stored>),
+    Lower(Arc<StoredPage>),
     /// No lower tier has room.
     First,
     /// It lies behind the tokens to restore.

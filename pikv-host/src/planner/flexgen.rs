@@ -95,7 +95,7 @@ setters!(Machine { fast: u64, tiers: Vec<Tier>, compute: f64 });
 /// A placement of pages in tiers.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
-pub struct Placement {
+pub struct TierPlacement {
     /// Pages of each class in each tier, `[class][tier]`, the first tier first.
     pub pages: Vec<Vec<u64>>,
     /// Seconds of a step.
@@ -106,7 +106,7 @@ pub struct Placement {
     pub links: Vec<(f64, f64)>,
 }
 
-impl fmt::Display for Placement {
+impl fmt::Display for TierPlacement {
     /// A table of the pages of each class in each tier; then the seconds of a step, and of each link.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table = Table::default();
@@ -162,7 +162,7 @@ pub enum PlacementError {
     Solver(String),
 }
 
-impl Placement {
+impl TierPlacement {
     /// The share of a class's pages in each tier, for [`Sequence::arrange`](crate::Sequence::arrange); all in the first tier for an unknown
     /// or empty class.
     pub fn shares(&self, class: usize) -> Vec<f64> {
@@ -243,7 +243,7 @@ impl Machine {
     /// Places the pages of `classes` so that a decode step is shortest; of equal placements the one with the most bytes in fast tiers.
     ///
     /// The linear program is solved over shares, which are then rounded to whole pages within the capacities. The step is longer than
-    /// [`Placement::bound`] by at most the time of one page a class and tier.
+    /// [`TierPlacement::bound`] by at most the time of one page a class and tier.
     ///
     /// # Errors
     /// [`PlacementError::Capacity`] with the capacity that suffices, [`PlacementError::Value`] for a rate, share or time out of range,
@@ -264,7 +264,7 @@ impl Machine {
     /// assert!((placement.seconds - 0.001).abs() < 1e-9);
     /// # Ok::<(), pikv::planner::flexgen::PlacementError>(())
     /// ```
-    pub fn place(&self, classes: &[Class]) -> Result<Placement, PlacementError> {
+    pub fn place(&self, classes: &[Class]) -> Result<TierPlacement, PlacementError> {
         self.check(classes)?;
         let tiers = self.tiers.len() + 1;
         let needed: u64 =
@@ -276,7 +276,7 @@ impl Machine {
         let (shares, bound) = self.shares(classes, needed)?;
         let pages = self.round(classes, &shares).ok_or_else(|| self.too_small(classes, needed, capacity))?;
         let links = self.links(classes, &pages);
-        Ok(Placement { seconds: self.slowest(&links), pages, bound, links })
+        Ok(TierPlacement { seconds: self.slowest(&links), pages, bound, links })
     }
 
     /// For each class its share in each tier, and the seconds of a step.

@@ -5,7 +5,7 @@ use crate::cache::idle::{Keys, Spare};
 use crate::cache::owners::Owner;
 use crate::cache::sequence::Sequence;
 use crate::cache::tiering::lower;
-use crate::prefix::tree::{Boundary, Stored, Tree};
+use crate::prefix::tree::{Boundary, Published, Tree};
 use crate::prefix::{Shared, add};
 use pikv_core::page::PAGE;
 use std::collections::HashMap;
@@ -28,7 +28,7 @@ impl Spare for Shared {
 }
 
 /// The sequence, locked for writing.
-fn written(stored: &Stored) -> RwLockWriteGuard<'_, Option<Sequence>> {
+fn written(stored: &Published) -> RwLockWriteGuard<'_, Option<Sequence>> {
     stored.sequence.write().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -46,7 +46,7 @@ impl Shared {
     }
 
     /// All stored sequences. O(boundaries).
-    fn stored(&self) -> Vec<Arc<Stored>> {
+    fn stored(&self) -> Vec<Arc<Published>> {
         let mut all = HashMap::new();
         for part in &self.parts {
             let part = part.read().unwrap_or_else(PoisonError::into_inner);
@@ -61,7 +61,7 @@ impl Shared {
     /// share. Stops at the first error of a tier: the rest can be evicted.
     fn demote_until(&self, tree: &mut Tree, bytes: u64) {
         let Some(levels) = &self.cache.inner.pool.tiers else { return };
-        let idle: Vec<Arc<Stored>> = tree.leaves.idle().filter(|of| !of.lowered.load(Relaxed)).collect();
+        let idle: Vec<Arc<Published>> = tree.leaves.idle().filter(|of| !of.lowered.load(Relaxed)).collect();
         if idle.is_empty() {
             return;
         }
@@ -129,7 +129,7 @@ impl Shared {
     }
 
     /// Cuts a stored sequence to its first `len` tokens; 0 drops it.
-    fn trim(&self, tree: &mut Tree, stored: &Stored, len: u32) {
+    fn trim(&self, tree: &mut Tree, stored: &Published, len: u32) {
         let mut sequence = stored.sequence.write().unwrap_or_else(PoisonError::into_inner);
         let Some(old) = sequence.take() else { return };
         self.counts.let_go(tree.take_pages(&old));

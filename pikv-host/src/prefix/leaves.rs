@@ -1,7 +1,7 @@
 //! Boundaries without children, in order of eviction.
 
 use crate::prefix::Key;
-use crate::prefix::tree::{Boundary, Stored};
+use crate::prefix::tree::{Boundary, Published};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -33,7 +33,7 @@ impl Leaves {
     }
 
     /// Stored sequences of leaves that no sequence holds, roughly the least recently used first. O(leaves).
-    pub fn idle(&self) -> impl Iterator<Item = Arc<Stored>> {
+    pub fn idle(&self) -> impl Iterator<Item = Arc<Published>> {
         let leaves = self.order.iter().filter_map(|(_, key)| Some(&self.of.get(key)?.1));
         leaves.filter(|leaf| !leaf.is_held()).filter_map(|leaf| leaf.stored.get().cloned())
     }

@@ -11,7 +11,7 @@ use crate::cache::Cache;
 use crate::cache::idle::Spare;
 use crate::cache::sequence::{Sequence, SequenceOptions};
 use crate::metrics::PrefixUsage;
-use crate::prefix::tree::{Boundary, Bytes, Stored, Tree};
+use crate::prefix::tree::{Boundary, Bytes, Published, Tree};
 use pikv_core::page::PAGE;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -432,7 +432,7 @@ impl Shared {
         }
         let sequence = RwLock::new(Some(kept));
         let (tokens, lowered) = (tokens.into(), AtomicBool::new(false));
-        let stored = Arc::new(Stored { root: root.clone(), tokens, sequence, lowered });
+        let stored = Arc::new(Published { root: root.clone(), tokens, sequence, lowered });
         let mut parent = known.last().cloned();
         if let Some(last) = known.get(blocks - 1) {
             let _ = last.stored.set(stored);
@@ -453,7 +453,7 @@ impl Shared {
         tree: &mut Tree,
         (key, len): (Key, u32),
         parent: Option<Arc<Boundary>>,
-        stored: Option<Arc<Stored>>,
+        stored: Option<Arc<Published>>,
     ) -> Arc<Boundary> {
         let boundary = Arc::new(Boundary {
             key,

@@ -15,7 +15,7 @@ pub(crate) struct Boundary {
     /// The boundary 32 tokens earlier, which is evicted after this one.
     pub parent: Weak<Boundary>,
     /// Sequence to fork; empty where the prefix has no checkpoint.
-    pub stored: OnceLock<Arc<Stored>>,
+    pub stored: OnceLock<Arc<Published>>,
     /// Time of the last use or of the insertion, in nanoseconds since the index was built.
     pub used: AtomicU64,
     /// Number of boundaries with this parent. Changed only under the lock of the tree.
@@ -38,7 +38,7 @@ impl Boundary {
 
 /// A published sequence.
 #[derive(Debug)]
-pub(crate) struct Stored {
+pub(crate) struct Published {
     /// Scope, adapter and budget, as hashed.
     pub root: Arc<[u8]>,
     /// All tokens up to its last boundary, including those of earlier boundaries.
@@ -49,7 +49,7 @@ pub(crate) struct Stored {
     pub lowered: AtomicBool,
 }
 
-impl Stored {
+impl Published {
     /// Whether it starts with these tokens, in this scope.
     pub fn starts_with(&self, root: &[u8], tokens: &[u32]) -> bool {
         *self.root == *root && self.tokens.get(..tokens.len()) == Some(tokens)

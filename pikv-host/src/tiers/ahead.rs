@@ -1,6 +1,6 @@
 //! Prefetch of pages from lower tiers, by a thread of the cache.
 
-use super::level::{Level, Stored};
+use super::level::{Level, StoredPage};
 use super::{Fetches, TierUsage, Tiers};
 use crate::base::error::Error;
 use crate::base::failures::Counts;
@@ -80,7 +80,7 @@ impl Spare {
     }
 
     /// Reads a page into a buffer.
-    fn read(&self, slot: &Stored) -> Result<Box<[u32]>, Error> {
+    fn read(&self, slot: &StoredPage) -> Result<Box<[u32]>, Error> {
         let spare = {
             let Buffers { by_words, bytes } = &mut *self.buffers();
             let buffer = by_words.get_mut(&slot.words()).and_then(Vec::pop);
@@ -107,7 +107,7 @@ impl Spare {
 /// A page of a batch of reads.
 #[derive(Debug)]
 enum PrefetchState {
-    Waiting(Arc<Stored>),
+    Waiting(Arc<StoredPage>),
     Reading,
     Here(Box<[u32]>),
     /// Taken, cancelled or failed: the caller reads the page itself.
@@ -122,13 +122,13 @@ pub(crate) struct Staged {
 }
 
 /// A slot's key: its address, which is unique while the slot is held.
-fn key(slot: &Arc<Stored>) -> usize {
+fn key(slot: &Arc<StoredPage>) -> usize {
     Arc::as_ptr(slot) as usize
 }
 
 impl Staged {
     /// The words of a gathered page; empty for other pages.
-    pub fn words(&self, slot: &Arc<Stored>) -> &[u32] {
+    pub fn words(&self, slot: &Arc<StoredPage>) -> &[u32] {
         self.pages.get(&key(slot)).map_or(&[], |words| words)
     }
 }
@@ -157,7 +157,7 @@ impl Levels {
     }
 
     /// Bytes of the staging area that reading the page takes.
-    pub fn staged(&self, slot: &Stored) -> u64 {
+    pub fn staged(&self, slot: &StoredPage) -> u64 {
         if slot.level.staged() || !self.in_place { slot.bytes() } else { 0 }
     }
 
@@ -174,7 +174,7 @@ impl Levels {
     ///
     /// # Errors
     /// The error of the last tier tried; [`Error::NoTiers`] without tiers.
-    pub fn put(&self, words: &[u32], positions: [u32; LANES]) -> Result<Stored, Error> {
+    pub fn put(&self, words: &[u32], positions: [u32; LANES]) -> Result<StoredPage, Error> {
         let mut refused = Error::NoTiers;
         for level in &self.levels {
             match level.put(words, positions) {
@@ -193,7 +193,7 @@ impl Levels {
     }
 
     /// Starts to prefetch pages of a layer, as many as fit in the staging area besides `used` bytes.
-    pub fn ahead<'s>(&self, slots: impl Iterator<Item = &'s Arc<Stored>>, used: u64) -> Option<Ahead> {
+    pub fn ahead<'s>(&self, slots: impl Iterator<Item = &'s Arc<StoredPage>>, used: u64) -> Option<Ahead> {
         let mut room = self.spare.staging.saturating_sub(used);
         let (mut index, mut pages) = (HashMap::new(), Vec::new());
         for slot in slots.filter(|slot| slot.level.staged()) {
@@ -235,11 +235,11 @@ impl Levels {
     pub fn gather<'s>(
         &self,
         layer: usize,
-        slots: impl Iterator<Item = &'s Arc<Stored>>,
+        slots: impl Iterator<Item = &'s Arc<StoredPage>>,
         ahead: Option<Ahead>,
     ) -> Result<(Staged, u64), Error> {
         let (mut counted, mut remote, mut needed) = (Fetches::default(), 0, 0);
-        let mut wanted: HashMap<usize, &Arc<Stored>> = HashMap::new();
+        let mut wanted: HashMap<usize, &Arc<StoredPage>> = HashMap::new();
         let mut order = Vec::new();
         for slot in slots {
             if wanted.insert(key(slot), slot).is_none() {
@@ -302,11 +302,11 @@ impl Levels {
     pub fn lift<'s>(
         &self,
         device: &Arc<crate::device::Device>,
-        slots: impl Iterator<Item = &'s Arc<Stored>>,
+        slots: impl Iterator<Item = &'s Arc<StoredPage>>,
         used: u64,
     ) -> Option<crate::tiers::upload::UploadedPages> {
         let mut room = self.spare.staging.saturating_sub(used);
-        let fits = |slot: &(&Arc<Stored>, &[u32])| match room.checked_sub(slot.0.bytes()) {
+        let fits = |slot: &(&Arc<StoredPage>, &[u32])| match room.checked_sub(slot.0.bytes()) {
             Some(left) => {
                 room = left;
                 true
@@ -320,7 +320,7 @@ impl Levels {
     /// Counts the host memory pages that a device reads; those in `late` were not prefetched.
     pub fn count_lifted<'s>(
         &self,
-        slots: impl Iterator<Item = &'s Arc<Stored>>,
+        slots: impl Iterator<Item = &'s Arc<StoredPage>>,
         late: &crate::tiers::upload::UploadedPages,
     ) {
         let all = slots.filter(|slot| !slot.level.staged());

@@ -61,7 +61,7 @@ impl FreeRanges {
 
 /// A page in a tier; dropping it frees its space.
 #[derive(Debug)]
-pub(crate) struct Stored {
+pub(crate) struct StoredPage {
     pub level: Arc<Level>,
     data: Data,
     words: usize,
@@ -131,7 +131,7 @@ impl Level {
     ///
     /// # Errors
     /// [`Error::TierFull`], or [`Error::Tier`] from the store; no space is taken then.
-    pub fn put(self: &Arc<Self>, words: &[u32], positions: [u32; LANES]) -> Result<Stored, Error> {
+    pub fn put(self: &Arc<Self>, words: &[u32], positions: [u32; LANES]) -> Result<StoredPage, Error> {
         let bytes = size_of_val(words) as u64;
         let full = |used: u64| Error::TierFull {
             tier: self.name.clone(),
@@ -150,7 +150,8 @@ impl Level {
             }
         };
         drop(room);
-        let mut slot = Stored { level: self.clone(), data, words: words.len(), sum: sum(words), positions };
+        let mut slot =
+            StoredPage { level: self.clone(), data, words: words.len(), sum: sum(words), positions };
         match (&self.store, &mut slot.data) {
             (Some(store), Data::At(at)) => store
                 .write(*at, bytemuck::cast_slice(words))
@@ -169,10 +170,10 @@ impl Level {
     }
 }
 
-impl Stored {
+impl StoredPage {
     /// A page of these words that is stored on ranks.
-    pub fn on_ranks(level: Arc<Level>, kept: RankPage, words: &[u32], positions: [u32; LANES]) -> Stored {
-        Stored { level, data: Data::Ranks(kept), words: words.len(), sum: sum(words), positions }
+    pub fn on_ranks(level: Arc<Level>, kept: RankPage, words: &[u32], positions: [u32; LANES]) -> StoredPage {
+        StoredPage { level, data: Data::Ranks(kept), words: words.len(), sum: sum(words), positions }
     }
 
     /// The copies on ranks, if the page is stored there.
@@ -229,7 +230,7 @@ impl Stored {
     /// A copy of the page.
     ///
     /// # Errors
-    /// The same as [`Stored::read_into`].
+    /// The same as [`StoredPage::read_into`].
     pub fn read(&self) -> Result<Box<[u32]>, Error> {
         let mut words = vec![0; self.words].into_boxed_slice();
         self.read_into(&mut words)?;
@@ -237,7 +238,7 @@ impl Stored {
     }
 }
 
-impl Stored {
+impl StoredPage {
     /// Overwrites the page with zeros; ranks of a fabric overwrite theirs themselves.
     fn wipe(&mut self) {
         let wiped = match (&mut self.data, &self.level.store) {
@@ -256,7 +257,7 @@ impl Stored {
     }
 }
 
-impl Drop for Stored {
+impl Drop for StoredPage {
     fn drop(&mut self) {
         let bytes = self.bytes();
         if self.level.wipe {

@@ -31,7 +31,7 @@ pub(crate) mod upload;
 
 pub use crate::base::error::TierOperation;
 pub(crate) use ahead::{Levels, Prefetched, Staged};
-pub(crate) use level::{Level, Stored};
+pub(crate) use level::{Level, StoredPage};
 pub use rate::TierRate;
 pub use store::PageStore;
 

@@ -5,7 +5,7 @@ use crate::device::Device;
 use crate::device::memory::{Memory, Pinned};
 use crate::device::stream::Event;
 use crate::device::upload_buffers::UploadBuffers;
-use crate::tiers::Stored;
+use crate::tiers::StoredPage;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, PoisonError};
@@ -16,7 +16,7 @@ pub(crate) struct UploadedPages {
     /// Taken on drop.
     lift: Option<UploadBuffers>,
     /// Address of each page, by the address of its slot; slots are held so that their addresses stay unique.
-    at: HashMap<usize, (Arc<Stored>, u64)>,
+    at: HashMap<usize, (Arc<StoredPage>, u64)>,
     device: Arc<Device>,
 }
 
@@ -24,7 +24,7 @@ impl Device {
     /// Starts to copy pages to the device, each once.
     pub fn lift<'a>(
         self: &Arc<Self>,
-        pages: impl Iterator<Item = (&'a Arc<Stored>, &'a [u32])>,
+        pages: impl Iterator<Item = (&'a Arc<StoredPage>, &'a [u32])>,
     ) -> Result<UploadedPages, Error> {
         self.enter()?;
         let (mut at, mut order, mut words) = (HashMap::new(), Vec::new(), 0);
@@ -81,7 +81,7 @@ impl Device {
 
 impl UploadedPages {
     /// Device address of a page, if it is among them.
-    pub fn address(&self, slot: &Arc<Stored>) -> Option<u64> {
+    pub fn address(&self, slot: &Arc<StoredPage>) -> Option<u64> {
         self.at.get(&(Arc::as_ptr(slot) as usize)).map(|(_, at)| *at)
     }
 

@@ -2,7 +2,7 @@
 
 use crate::base::error::Error;
 use crate::device::Device;
-use crate::tiers::Stored;
+use crate::tiers::StoredPage;
 use std::sync::Arc;
 
 /// Pages on a device; there are none.
@@ -12,14 +12,14 @@ pub(crate) enum UploadedPages {}
 impl Device {
     pub fn lift<'a>(
         self: &Arc<Self>,
-        _pages: impl Iterator<Item = (&'a Arc<Stored>, &'a [u32])>,
+        _pages: impl Iterator<Item = (&'a Arc<StoredPage>, &'a [u32])>,
     ) -> Result<UploadedPages, Error> {
         match **self {}
     }
 }
 
 impl UploadedPages {
-    pub fn address(&self, _: &Arc<Stored>) -> Option<u64> {
+    pub fn address(&self, _: &Arc<StoredPage>) -> Option<u64> {
         match *self {}
     }
 

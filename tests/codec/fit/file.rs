@@ -25,7 +25,7 @@ fn what_is_read_is_what_was_written_to_the_bit() {
             think(&fitter.q(l, h)?.mean_squares(), &fitter.k(l, h)?.mean_squares(), None, 4).map(|c| c.map)
         })
         .unwrap();
-    let turned = Side::new("Hadamard", vec![Map::hadamard(6).unwrap(); 4]);
+    let turned = FittedSide::new("Hadamard", vec![Map::hadamard(6).unwrap(); 4]);
     let (k, v) = (fitted().k().cloned(), fitted().v().cloned());
     for fitted in [
         fitted(),
@@ -38,7 +38,7 @@ fn what_is_read_is_what_was_written_to_the_bit() {
         let read = Fitted::load(&path, fitted.fingerprint(), SHAPE).unwrap();
         assert_eq!(read, fitted);
         for (a, b) in [(read.k(), fitted.k()), (read.v(), fitted.v())] {
-            let maps = |s: Option<&Side>| s.map_or(vec![], |s| s.maps.clone());
+            let maps = |s: Option<&FittedSide>| s.map_or(vec![], |s| s.maps.clone());
             let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             for (a, b) in maps(a).iter().zip(&maps(b)) {
                 assert_eq!((bits(&a.encode()), bits(&a.decode())), (bits(&b.encode()), bits(&b.decode())));
@@ -75,7 +75,7 @@ fn a_file_for_something_else_is_refused() {
     assert_eq!(said, "tensor \"layers.0.heads.0.k.encode\" is F32 [2, 6]; F32 [1..=7, 7] is needed");
     assert!(matches!(read("a model", SHAPE.v_dim(4)), FittedError::Tensor { .. }));
 
-    let side = |n: usize, wide| Some(Side::new("C_SVD", vec![Map::hadamard(wide).unwrap(); n]));
+    let side = |n: usize, wide| Some(FittedSide::new("C_SVD", vec![Map::hadamard(wide).unwrap(); n]));
     let new = |k, v| Fitted::new(SHAPE, "m", k, v).unwrap_err();
     assert!(matches!(new(None, None), FittedError::Empty));
     assert_eq!(new(side(3, 6), None).to_string(), "3 maps for k; 2 layers of 2 KV heads need 4");

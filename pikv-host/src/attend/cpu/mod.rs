@@ -3,7 +3,7 @@
 mod block;
 mod weights;
 
-use crate::attend::executor::{Cut, Executor, Results};
+use crate::attend::executor::{Executor, Results, TaskLists};
 use crate::attend::forest::{Done, Forest, Task};
 use crate::attend::job::{Item, Job, TILE, Widest};
 use crate::attend::mass::WeightSets;
@@ -34,7 +34,7 @@ impl Executor for Cpu {
         forests: &[Forest<'_>],
         wanted: Option<&[WeightSets]>,
         results: Results<'_>,
-        cut: &mut Cut,
+        cut: &mut TaskLists,
     ) -> Result<(), Error> {
         let Results { mut out, lse, seen } = results;
         let (out, lse) = (out.shared(), Shared::new(lse));
@@ -51,7 +51,7 @@ impl Executor for Cpu {
 
 impl Job<'_> {
     /// Splits rows into items, and items into tasks of whole subtrees if that keeps more threads busy.
-    pub fn run(&self, forests: &[Forest<'_>], lists: &mut Cut, out: &SharedRows<'_>, lse: &Shared<'_>) {
+    pub fn run(&self, forests: &[Forest<'_>], lists: &mut TaskLists, out: &SharedRows<'_>, lse: &Shared<'_>) {
         let mut items: Vec<Item<'_>> = emptied(std::mem::take(&mut lists.items));
         for forest in forests {
             items.extend(self.items(forest, TILE));
@@ -84,11 +84,11 @@ impl Job<'_> {
         &self,
         items: &[Item<'_>],
         level: u32,
-        lists: &mut Cut,
+        lists: &mut TaskLists,
         out: &SharedRows<'_>,
         lse: &Shared<'_>,
     ) {
-        let Cut { tasks, roots, offsets, parts: buffer, .. } = lists;
+        let TaskLists { tasks, roots, offsets, parts: buffer, .. } = lists;
         tasks.clear();
         roots.clear();
         offsets.clear();

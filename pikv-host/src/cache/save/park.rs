@@ -8,7 +8,7 @@ use crate::cache::Cache;
 use crate::cache::inner::Inner;
 use crate::cache::sequence::Sequence;
 use crate::pages::saved::{In, Out, Source, Words};
-use crate::tiers::{Level, Stored};
+use crate::tiers::{Level, StoredPage};
 use pikv_core::page::Position;
 use pikv_core::warp::LANES;
 use std::collections::HashMap;
@@ -32,7 +32,7 @@ pub struct Parked {
 #[derive(Debug)]
 struct ParkedPart {
     fields: Vec<u32>,
-    pages: Vec<Arc<Stored>>,
+    pages: Vec<Arc<StoredPage>>,
 }
 
 impl ParkedPart {
@@ -43,13 +43,13 @@ impl ParkedPart {
 
 /// Copies of full pages of the first tier, by [`Page::key`](crate::memory::arena::Page::key), while the sequences that are parked hold these
 /// pages: so nobody writes to them.
-type Copies = HashMap<usize, Arc<Stored>>;
+type PageCopies = HashMap<usize, Arc<StoredPage>>;
 
 /// Writes a page to the first of `levels` that has room, unless `copies` has it; a page in a lower tier stays there.
 ///
 /// # Errors
 /// [`Error::TierFull`] of the last level if all are full; [`Error::Tier`], [`Error::Device`].
-fn lower(page: &Words<'_>, levels: &[Arc<Level>], copies: &mut Copies) -> Result<Arc<Stored>, Error> {
+fn lower(page: &Words<'_>, levels: &[Arc<Level>], copies: &mut PageCopies) -> Result<Arc<StoredPage>, Error> {
     let key = match page {
         Words::Away(slot) => return Ok((*slot).clone()),
         Words::Page(page) => Some(page.key()),
@@ -112,7 +112,7 @@ impl Cache {
         }
         let levels = inner.pool.tiers.as_ref().and_then(|tiers| tiers.levels.get(tier.checked_sub(1)?..));
         let levels = levels.filter(|levels| !levels.is_empty()).ok_or(Error::NoTiers)?;
-        let mut copies = Copies::new();
+        let mut copies = PageCopies::new();
         let mut parked = |sequence: &&mut Sequence| {
             let parts = sequence.parts(header::version(&inner.shape, sequence.budget, false));
             let near =
@@ -185,9 +185,10 @@ impl Parked {
 
     /// Bytes of host memory besides pages.
     pub fn table_bytes(&self) -> u64 {
-        let part =
-            |part: &ParkedPart| 4 * part.fields.capacity() + size_of::<Arc<Stored>>() * part.pages.capacity();
-        let slots = self.parts.iter().map(|part| part.pages.len() * size_of::<Stored>()).sum::<usize>();
+        let part = |part: &ParkedPart| {
+            4 * part.fields.capacity() + size_of::<Arc<StoredPage>>() * part.pages.capacity()
+        };
+        let slots = self.parts.iter().map(|part| part.pages.len() * size_of::<StoredPage>()).sum::<usize>();
         (self.parts.iter().map(part).sum::<usize>() + self.parts.capacity() * size_of::<ParkedPart>() + slots)
             as u64
     }
@@ -259,7 +260,7 @@ struct Slots<N, S> {
     slots: S,
 }
 
-impl<'p, N: Iterator<Item = &'p u32>, S: Iterator<Item = &'p Arc<Stored>>> Source for Slots<N, S> {
+impl<'p, N: Iterator<Item = &'p u32>, S: Iterator<Item = &'p Arc<StoredPage>>> Source for Slots<N, S> {
     fn numbers(&mut self, words: &mut [u32]) -> Result<(), Error> {
         for word in words {
             *word = *self.numbers.next().ok_or_else(|| content("it ends early"))?;
@@ -271,7 +272,7 @@ impl<'p, N: Iterator<Item = &'p u32>, S: Iterator<Item = &'p Arc<Stored>>> Sourc
         self.slots.next().map_or_else(|| Err(content("it ends early")), |slot| slot.read_into(words))
     }
 
-    fn slot(&mut self) -> Option<Arc<Stored>> {
+    fn slot(&mut self) -> Option<Arc<StoredPage>> {
         self.slots.next().cloned()
     }
 }

@@ -3,7 +3,7 @@
 use crate::base::device_slice::{DeviceRoutes, DeviceSlice};
 use crate::base::error::Error;
 use crate::closed_loop::{ClosedLoop, LoopError, LoopStep, forget};
-use crate::route_cuda::{Batch, Brought, OnDevice, Pending};
+use crate::route_cuda::{Batch, Brought, DeviceRouter, PendingChoices};
 use crate::router::{RouteError, Router};
 use pikv_core::page::Position;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 /// States of the routers on the device, created at their first use.
 #[derive(Debug, Default)]
 pub(in crate::closed_loop) struct Devices {
-    layers: Vec<Option<OnDevice>>,
+    layers: Vec<Option<DeviceRouter>>,
     /// Whether the device chose the experts of each layer in the step under way.
     chose: Vec<bool>,
     chosen: Vec<u16>,
@@ -19,7 +19,7 @@ pub(in crate::closed_loop) struct Devices {
 
 impl Devices {
     pub fn is_pending(&self, layer: usize) -> bool {
-        self.layers.get(layer).and_then(Option::as_ref).is_some_and(OnDevice::is_pending)
+        self.layers.get(layer).and_then(Option::as_ref).is_some_and(DeviceRouter::is_pending)
     }
 
     /// Whether the device chose the layer's experts in the step under way.
@@ -32,12 +32,12 @@ impl Devices {
     /// # Errors
     /// [`Error::Device`].
     pub fn wait(&self) -> Result<(), Error> {
-        self.layers.iter().rev().flatten().try_for_each(OnDevice::wait)
+        self.layers.iter().rev().flatten().try_for_each(DeviceRouter::wait)
     }
 
     /// Forgets the choices of an uncommitted step.
     pub fn forget(&mut self) {
-        self.layers.iter_mut().flatten().for_each(OnDevice::forget);
+        self.layers.iter_mut().flatten().for_each(DeviceRouter::forget);
         self.chose.fill(false);
     }
 
@@ -70,7 +70,7 @@ impl ClosedLoop {
         devices.chose.resize(routers.len(), false);
         let on = match &mut devices.layers[layer] {
             Some(on) => on,
-            none => none.insert(OnDevice::new(device, router.shape().experts)?),
+            none => none.insert(DeviceRouter::new(device, router.shape().experts)?),
         };
         let batch =
             Batch { logits, parts: &scratch.starts, firm: learnt.firm(), bring_logits: learnt.is_on() };
@@ -95,7 +95,7 @@ impl LoopStep<'_> {
     /// Waits for the device's choices for a layer, if any are pending, and files the rows under them.
     pub(in crate::closed_loop) fn take_choices(&mut self, layer: usize) -> Result<(), LoopError> {
         let on = self.of.devices.layers.get_mut(layer).and_then(Option::as_mut);
-        let Some(pending) = on.and_then(OnDevice::take) else { return Ok(()) };
+        let Some(pending) = on.and_then(DeviceRouter::take) else { return Ok(()) };
         let taken = pending.wait().map_err(LoopError::Cache);
         let taken = taken.and_then(|brought| self.take_in(layer, &pending, &brought));
         if let Some(on) = &self.of.devices.layers[layer] {
@@ -104,7 +104,7 @@ impl LoopStep<'_> {
         taken
     }
 
-    fn take_in(&mut self, layer: usize, of: &Pending, brought: &Brought<'_>) -> Result<(), LoopError> {
+    fn take_in(&mut self, layer: usize, of: &PendingChoices, brought: &Brought<'_>) -> Result<(), LoopError> {
         let Some(step) = &mut self.step else { unreachable!("a commit takes the whole") };
         let ClosedLoop { routers, routes, learnt, devices, .. } = &mut *self.of;
         let router = &mut routers[layer];

@@ -1,6 +1,6 @@
 //! Builds without the feature `cuda` have no devices to defer work for.
 
-use super::Moved;
+use super::MovedToken;
 use crate::base::error::Error;
 use crate::codec::HeadCodec;
 use crate::device::Device;
@@ -63,7 +63,7 @@ impl Device {
     pub fn compact(
         &self,
         _: &Layout,
-        _: &[Moved],
+        _: &[MovedToken],
         _pages: usize,
         _assembled: Option<&[Vec<u32>]>,
     ) -> Result<(), Error> {

@@ -1,6 +1,6 @@
 //! Compaction: moves of tokens between pages that are both read and written.
 
-use super::Moved;
+use super::MovedToken;
 use crate::base::error::Error;
 use crate::device::Device;
 use crate::device::driver::arguments;
@@ -14,7 +14,7 @@ impl Device {
     pub fn compact(
         &self,
         layout: &Layout,
-        moved: &[Moved],
+        moved: &[MovedToken],
         pages: usize,
         assembled: Option<&[Vec<u32>]>,
     ) -> Result<(), Error> {
@@ -24,15 +24,19 @@ impl Device {
         let mut work = self.work()?;
         let stream = &self.stream;
         let between = work.scratch(stream, pages as u64 * layout.bytes())?;
-        let at = |moved: &Moved| between + moved.at as u64 * layout.bytes();
-        let first = |moved: &Moved| CopyArg {
+        let at = |moved: &MovedToken| between + moved.at as u64 * layout.bytes();
+        let first = |moved: &MovedToken| CopyArg {
             source: moved.source,
             target: at(moved),
             from: moved.from,
             to: moved.to,
         };
-        let then =
-            |moved: &Moved| CopyArg { source: at(moved), target: moved.target, from: moved.to, to: moved.to };
+        let then = |moved: &MovedToken| CopyArg {
+            source: at(moved),
+            target: moved.target,
+            from: moved.to,
+            to: moved.to,
+        };
         let (first, then): (Vec<CopyArg>, Vec<CopyArg>) =
             (moved.iter().map(first).collect(), moved.iter().map(then).collect());
         let mut upload = Upload::new();

@@ -13,7 +13,7 @@ pub(crate) use absent::Pending;
 pub(crate) use pending::Pending;
 
 /// A move of a token from a lane of a page to a lane of a page of the result.
-pub(crate) struct Moved {
+pub(crate) struct MovedToken {
     pub source: u64,
     pub from: u32,
     /// Index of the page in the result.

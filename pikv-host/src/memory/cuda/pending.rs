@@ -24,7 +24,7 @@ const PACKED: usize = 256;
 pub(crate) struct Pending {
     device: Arc<Device>,
     writes: Vec<WriteArg>,
-    copies: Vec<Copies>,
+    copies: Vec<CopyBatch>,
     packs: Vec<Pack>,
 }
 
@@ -90,7 +90,7 @@ impl Pack {
 
 /// Copies that do not depend on each other.
 #[derive(Debug)]
-struct Copies {
+struct CopyBatch {
     layout: Layout,
     list: Vec<CopyArg>,
     read: HashSet<u64>,
@@ -110,7 +110,7 @@ impl Pending {
     /// Defers the copy of a token between lanes of pages: each by its address and the lane.
     pub fn copy(&mut self, layout: &Layout, (source, from): (u64, u32), (target, to): (u64, u32)) {
         let copy = CopyArg { source, target, from, to };
-        let follows = |last: &&mut Copies| {
+        let follows = |last: &&mut CopyBatch| {
             last.layout == *layout
                 && !last.written.contains(&copy.source)
                 && !last.read.contains(&copy.target)
@@ -122,7 +122,7 @@ impl Pending {
             return;
         }
         let (read, written) = (HashSet::from([copy.source]), HashSet::from([copy.target]));
-        self.copies.push(Copies { layout: *layout, list: vec![copy], read, written });
+        self.copies.push(CopyBatch { layout: *layout, list: vec![copy], read, written });
     }
 
     pub fn pack(
