@@ -160,10 +160,14 @@ impl Device {
     /// Loads modules of kernels that are not loaded, so that no launch has to.
     ///
     /// # Errors
-    /// [`CudaError::Module`].
+    /// [`CudaError::Module`]; a lost device, unless all are loaded.
     pub fn load(&self, modules: impl IntoIterator<Item = Module>) -> Result<(), CudaError> {
-        self.enter()?;
-        modules.into_iter().try_for_each(|module| self.modules.load(module))
+        let mut missing = modules.into_iter().filter(|module| !self.modules.is_loaded(*module)).peekable();
+        // Nothing is asked of a lost device here that it has: the first step of the cache returns its error.
+        if missing.peek().is_some() {
+            self.enter()?;
+        }
+        missing.try_for_each(|module| self.modules.load(module))
     }
 
     /// Launches a kernel over `warps` warps. Its module is loaded if it is not, which takes seconds: [`Device::load`] comes before.

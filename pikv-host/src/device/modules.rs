@@ -54,6 +54,11 @@ impl Modules {
         Ok(self.loaded(kernel.module())?.functions[kernel.place()])
     }
 
+    /// Whether a module is loaded.
+    pub fn is_loaded(&self, module: Module) -> bool {
+        self.loaded[module as usize].get().is_some()
+    }
+
     /// Loads a module, unless it is loaded. The device's context is current. Where the driver's cache does not have it, the driver compiles
     /// it on this thread, for seconds.
     ///
