@@ -44,8 +44,9 @@ impl Backend {
         Backend::cuda_device(0)
     }
 
-    /// Opens a CUDA device by the driver's number (after `CUDA_VISIBLE_DEVICES`), and loads the kernels for its compute capability into its
-    /// primary context. Every call makes that context current on the calling thread, so a thread can use several devices in turn, and
+    /// Opens a CUDA device by the driver's number (after `CUDA_VISIBLE_DEVICES`), and loads the kernels of full pages into its primary
+    /// context; caches and loops load others when they are built. The driver compiles them, which takes seconds, unless its cache has
+    /// them. Every call makes that context current on the calling thread, so a thread can use several devices in turn, and
     /// several threads can use one device.
     ///
     /// The driver's library is opened at run time: `libcuda.so.1`, or the path in the environment variable `PIKV_LIBCUDA` at the first
@@ -57,7 +58,7 @@ impl Backend {
     ///
     /// # Errors
     /// [`CudaError::NotBuilt`] without the feature `cuda`; [`CudaError::Ordinal`] (with the number of devices) if there is no such device;
-    /// errors of the driver.
+    /// [`CudaError::Module`] if the kernels do not load; errors of the driver.
     pub fn cuda_device(ordinal: u32) -> Result<Backend, CudaError> {
         Ok(Backend(Kind::Cuda(Arc::new(Device::open(ordinal)?))))
     }

@@ -148,11 +148,12 @@ impl std::fmt::Debug for ClosedLoop {
 }
 
 impl ClosedLoop {
-    /// Builds a loop over `cache`, with a router for each layer.
+    /// Builds a loop over `cache`, with a router for each layer. On a device it loads the kernels that rank experts, unless no router can
+    /// choose there ([`LoopStep::route_device`]).
     ///
     /// # Errors
     /// [`LoopError::Routers`] unless there is one router for each layer, [`LoopError::Shape`] for a router with other experts than the
-    /// cache.
+    /// cache; [`LoopError::Cache`] if kernels do not load.
     pub fn new(cache: Cache, routers: Vec<Box<dyn Router>>) -> Result<ClosedLoop, LoopError> {
         let config = cache.config();
         let layers = config.layers.len();
@@ -174,8 +175,8 @@ impl ClosedLoop {
         let learnt = Learnt::new(cache.inner.shape.store.ring.slack());
         let by_part = learnt.is_on().then(ByPart::default);
         let (sink, report) = (Arc::new(()), StepReport { by_part, ..StepReport::default() });
-        #[allow(clippy::default_constructed_unit_structs, reason = "a unit without CUDA")]
-        let (devices, scratch) = (Devices::default(), Scratch::default());
+        let devices = Devices::new(&cache, &routers)?;
+        let scratch = Scratch::default();
         Ok(ClosedLoop { cache, routers, sink, routes, report, learnt, devices, open: false, scratch })
     }
 

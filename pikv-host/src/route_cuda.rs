@@ -5,9 +5,10 @@
 //! routed by the host; the copy is then written anew.
 
 use crate::base::device_slice::{DeviceExperts, DeviceRoutes, DeviceSlice};
-use crate::base::error::Error;
+use crate::base::error::{CudaError, Error};
 use crate::device::Device;
 use crate::device::driver::arguments;
+use crate::device::kernels::Kernel;
 use crate::device::memory::Memory;
 use crate::device::pinned_copies::PinnedCopy;
 use crate::device::ring::Upload;
@@ -80,6 +81,18 @@ impl Batch<'_> {
     fn rows(&self) -> usize {
         self.parts.iter().map(|(_, rows)| rows).sum()
     }
+}
+
+/// Loads the kernels that choose among these numbers of experts, one for each router, and that learn.
+///
+/// # Errors
+/// [`CudaError::Module`].
+pub(crate) fn load(device: &Device, experts: impl Iterator<Item = u32>) -> Result<(), CudaError> {
+    let of = |experts| {
+        [Kernel::route(score::rows(experts as usize)), Kernel::FoldEntropies, Kernel::LearnRouter]
+            .map(Kernel::module)
+    };
+    device.load(experts.flat_map(of))
 }
 
 /// Choices on their way to the host.
@@ -246,11 +259,7 @@ impl DeviceRouter {
             of.positions = work.send(&device.stream, &upload)?;
         }
         device.fill(of.fault, u32::MAX, 2)?;
-        let kernel = device.kernels.route[match score::rows(self.places.experts) {
-            0..=1 => 0,
-            2..=8 => 1,
-            _ => 2,
-        }];
+        let kernel = Kernel::route(score::rows(self.places.experts));
         let warps = if plan.same { rows } else { 2 * rows };
         // SAFETY: the argument has the kernel's type, and its lists have the lengths that it gives: the caller's tensor is valid and long
         // enough for the rows, which the caller checked; the other lists were reserved above.
@@ -323,7 +332,7 @@ impl DeviceRouter {
             let arguments = arguments!(at, rows, experts, keep, from, to);
             let warps = score::rows(self.places.experts);
             // SAFETY: the arguments have the kernel's types, and the lists have the lengths that they give.
-            unsafe { self.device.launch(self.device.kernels.fold_entropies, warps, arguments)? };
+            unsafe { self.device.launch(Kernel::FoldEntropies, warps, arguments)? };
         }
         Ok(())
     }
@@ -388,7 +397,7 @@ impl DeviceRouter {
             beta: averages.coefficients.beta,
         };
         // SAFETY: the argument has the kernel's type; its lists lie in the state and in the upload, which was sent before.
-        unsafe { device.launch(device.kernels.learn_router, 1, arguments!(of))? };
+        unsafe { device.launch(Kernel::LearnRouter, 1, arguments!(of))? };
         places.fill(averages, &mut self.held);
         self.known = true;
         Ok(())

@@ -9,6 +9,7 @@ mod engine;
 mod faults;
 mod halves;
 mod launches;
+mod modules;
 mod policies;
 mod ranks;
 mod route;

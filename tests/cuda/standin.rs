@@ -2,6 +2,7 @@
 
 use libloading::Library;
 use pikv::Backend;
+use std::ffi::{CStr, c_char};
 use std::path::PathBuf;
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 
@@ -17,6 +18,7 @@ pub enum Set {
     Slow = 6,
     Late = 7,
     Count = 8,
+    Modules = 9,
 }
 
 /// Counters.
@@ -30,6 +32,7 @@ pub enum Get {
     Due = 5,
     Bytes = 6,
     Uploaded = 7,
+    Compiled = 8,
 }
 
 /// One world of the stand-in's devices, for one test at a time.
@@ -130,6 +133,16 @@ impl Standin {
         // SAFETY: the function's signature.
         let get = unsafe { self.library.get::<extern "C" fn(i32, u32) -> u64>(b"standin_get_on\0") };
         get.expect("the stand-in has it")(device as i32, what as u32)
+    }
+
+    /// Loaded modules with this kernel, over all devices.
+    pub fn having(&self, kernel: &CStr) -> u64 {
+        self.enter();
+        // SAFETY: the function's signature, and a name that ends in a 0.
+        unsafe {
+            let having = self.library.get::<unsafe extern "C" fn(*const c_char) -> u64>(b"standin_having\0");
+            having.expect("the stand-in has it")(kernel.as_ptr())
+        }
     }
 
     /// The first device.

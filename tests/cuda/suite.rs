@@ -28,13 +28,15 @@ pub fn decode(n: usize) -> Vec<Op> {
     vec![Op::Feed(vec![(0, 1)]); n]
 }
 
-/// Runs a case and records its results.
-fn record(case: &Case, backend: &Backend, options: Options) -> Vec<u32> {
+/// Runs a case and records its results. Kernels are loaded when the cache is built, and never later.
+fn record(case: &Case, standin: &Standin, backend: &Backend, options: Options) -> Vec<u32> {
     let mut run = Run::new(case.config.clone().backend(backend.clone()), options).unwrap();
+    let compiled = standin.get(Get::Compiled);
     for (i, op) in case.ops.iter().enumerate() {
         run.act(op).unwrap_or_else(|e| panic!("{}, {i}, {op:?}: {e}", backend.name()));
     }
     run.look().unwrap_or_else(|e| panic!("{}: {e}", backend.name()));
+    assert_eq!(standin.get(Get::Compiled), compiled, "kernels are loaded after the cache was built");
     run.record
 }
 
@@ -58,9 +60,9 @@ pub fn same(name: &str, standin: &Standin, case: &Case) {
 /// Runs a case on the CPU, and on the device with tensors of the host or of its own.
 fn alike(name: &str, standin: &Standin, case: &Case, options: Options, forms: &[bool]) {
     let live = standin.get(Get::Live);
-    let cpu = record(case, &Backend::CPU, options);
+    let cpu = record(case, standin, &Backend::CPU, options);
     for &in_place in forms {
-        let cuda = record(case, &standin.backend(), Options { in_place, ..options });
+        let cuda = record(case, standin, &standin.backend(), Options { in_place, ..options });
         assert_eq!(cpu.len(), cuda.len(), "{name}");
         if let Some(at) = cpu.iter().zip(&cuda).position(|(a, b)| a != b) {
             panic!(

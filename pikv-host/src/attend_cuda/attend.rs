@@ -7,6 +7,7 @@ use crate::base::error::Error;
 use crate::base::rope_tables::Table;
 use crate::device::Device;
 use crate::device::driver::arguments;
+use crate::device::kernels::Kernel;
 use crate::device::ring::Upload;
 use crate::device::work::{Direction, WorkBuffers};
 use pikv_core::codec::back;
@@ -123,7 +124,7 @@ impl Wave<'_> {
         // SAFETY: the parameters of `mass_pages`; each (page, set of rows) has its own output, and occurs once in a wave.
         unsafe {
             let arguments = arguments!(layout, group, sums, count, weighed, raw, parts, mass);
-            device.launch(device.kernels.mass_pages, masses.len(), arguments)?;
+            device.launch(Kernel::MassPages, masses.len(), arguments)?;
         }
         Ok(())
     }
@@ -191,10 +192,10 @@ impl Wave<'_> {
     fn launch_gathers(&self, sent: &Sent<'_>, (from, factor): (DeviceQueries, f32)) -> Result<(), Error> {
         let Sent { device, layout, turn: (rope, table), bundles, gathers: list, .. } = *sent;
         let (fault, from) = (from.fault, TensorArg::from(from.q));
-        let (count, kernels) = (self.gathers.len() as u32, &device.kernels);
+        let count = self.gathers.len() as u32;
         let (gather, fold) = match from.wide() {
-            true => (kernels.gather_queries, kernels.fold_queries),
-            false => (kernels.gather_halves, kernels.fold_halves),
+            true => (Kernel::GatherQueries, Kernel::FoldQueries),
+            false => (Kernel::GatherHalves, Kernel::FoldHalves),
         };
         // SAFETY: the parameters of `gather_queries` and `gather_halves`: the caller's queries, `[rows][query_heads][k_dim]`, stay
         // allocated until the stream has passed, and the bundles have room for all; each row of a bundle occurs once.
@@ -218,7 +219,7 @@ impl Wave<'_> {
     fn launch_full(&self, sent: &Sent<'_>) -> Result<(), Error> {
         let Sent { device, layout, turn: (rope, table), softcap, .. } = *sent;
         let Lists { q, pages, live, sights, parts, raw, .. } = sent.lists;
-        for ((kernel, tasks), list) in device.kernels.attend.iter().zip(&self.tasks).zip(sent.tasks) {
+        for ((kernel, tasks), list) in Kernel::ATTEND.into_iter().zip(&self.tasks).zip(sent.tasks) {
             if tasks.is_empty() {
                 continue;
             }
@@ -228,7 +229,7 @@ impl Wave<'_> {
             unsafe {
                 let arguments =
                     arguments!(layout, q, pages, live, list, count, sights, softcap, rope, table, parts, raw);
-                device.launch(*kernel, tasks.len(), arguments)?;
+                device.launch(kernel, tasks.len(), arguments)?;
             }
         }
         Ok(())
@@ -244,13 +245,12 @@ impl Wave<'_> {
         let (blocks, warps) = (self.rows.len(), self.joins.widest.next_power_of_two().clamp(1, JOINING));
         let room = (blocks * warps * back::WORK * LANES * 4) as u64;
         let room = if self.joins.maps { work.scratch(&device.stream, room)? } else { 0 };
-        let kernels = &device.kernels;
         match to {
             // SAFETY: the parameters of `join_rows`. The lists are on the device; at one level of a tree no part occurs twice as an output,
             // and its inputs are complete; bundles have parts of their own, and each warp its own working memory.
             None => unsafe {
                 device.launch_blocks(
-                    kernels.join_rows,
+                    Kernel::JoinRows,
                     blocks,
                     warps,
                     arguments!(layout, rows, joins, bounds, heads, room, parts),
@@ -261,10 +261,10 @@ impl Wave<'_> {
             Some(To { out, ends: Ends::Host(ends), .. }) => unsafe {
                 let out = out.at;
                 let arguments = arguments!(layout, rows, joins, bounds, heads, room, parts, out, ends);
-                device.launch_blocks(kernels.finish_rows, blocks, warps, arguments)?;
+                device.launch_blocks(Kernel::FinishRows, blocks, warps, arguments)?;
             },
             Some(To { out, ends: Ends::Device { lse, faults }, .. }) => {
-                let kernel = if out.wide() { kernels.finish_in_place } else { kernels.finish_halves };
+                let kernel = if out.wide() { Kernel::FinishInPlace } else { Kernel::FinishHalves };
                 // SAFETY: the parameters of `finish_in_place` and `finish_halves`, as above; the caller's tensors stay allocated until the
                 // stream has passed, and nothing else accesses them.
                 unsafe {
@@ -337,7 +337,7 @@ impl Packed<'_> {
                     packed, q, start, pages, live, last, by, tasks, count, sights, softcap, scratch, parts,
                     raw, rope, layout, map, table, rebuilt
                 );
-                device.launch(device.kernels.attend_factors, self.tasks.len(), arguments)?;
+                device.launch(Kernel::AttendFactors, self.tasks.len(), arguments)?;
             }
             return Ok(());
         }
@@ -349,7 +349,7 @@ impl Packed<'_> {
                     packed, layout, map, q, rope, table, pages, live, last, by, tasks, count, sights,
                     softcap, scratch, rebuilt, parts, raw
                 );
-                device.launch(device.kernels.attend_rebuilt[width], self.tasks.len(), arguments)?;
+                device.launch(Kernel::ATTEND_REBUILT[width], self.tasks.len(), arguments)?;
             }
             return Ok(());
         }
@@ -360,7 +360,7 @@ impl Packed<'_> {
                 packed, folded, start, pages, live, last, by, tasks, count, sights, softcap, scratch, parts,
                 raw
             );
-            device.launch(device.kernels.attend_packed[width], self.tasks.len(), arguments)?;
+            device.launch(Kernel::ATTEND_PACKED[width], self.tasks.len(), arguments)?;
         }
         Ok(())
     }

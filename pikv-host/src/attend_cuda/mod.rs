@@ -3,5 +3,6 @@
 pub mod attend;
 pub mod deferred;
 pub mod executor;
+pub mod modules;
 pub mod tree;
 pub mod wave;

@@ -25,6 +25,7 @@ use crate::attend::options::{Attend, AttendOutput};
 use crate::attend::view::View;
 use crate::attend::{Call, attend};
 use crate::attend_cuda::executor::Cuda;
+use crate::attend_cuda::modules;
 use crate::backend::Kind;
 use crate::base::error::Error;
 use crate::base::failures::Failures;
@@ -161,10 +162,12 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Builds a cache. It takes no page memory until a step needs it.
+    /// Builds a cache. It takes no page memory until a step needs it. On a device it loads the kernels that its codecs and groups of heads
+    /// need, which takes seconds each where the driver's cache does not have them; no step does.
     ///
     /// # Errors
-    /// [`Error::Config`] for an invalid configuration; [`Error::Tier`] if a tier could not be opened.
+    /// [`Error::Config`] for an invalid configuration; [`Error::Tier`] if a tier could not be opened; [`Error::Device`] if kernels do not
+    /// load.
     pub fn new(config: CacheConfig) -> Result<Cache, Error> {
         Cache::with(config, None)
     }
@@ -172,6 +175,9 @@ impl Cache {
     pub(crate) fn with(config: CacheConfig, fabric: Option<Arc<Front>>) -> Result<Cache, Error> {
         let shape = Arc::new(CacheShape::new(config, fabric.is_some())?);
         let pool = Pool::new(&shape)?;
+        if let Some(device) = shape.config.backend.device() {
+            modules::load(device, &shape)?;
+        }
         let executor: Arc<dyn Executor> = match (&shape.config.backend.0, &fabric) {
             (Kind::Cpu, None) => Arc::new(Cpu),
             (Kind::Cpu, Some(front)) => front.clone(),

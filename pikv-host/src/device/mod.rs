@@ -5,7 +5,9 @@
 //! grow, so a step of a size that was seen before allocates nothing.
 
 pub mod driver;
+pub mod kernels;
 pub mod memory;
+pub mod modules;
 pub mod pinned_copies;
 pub mod ring;
 pub mod stream;
@@ -13,7 +15,9 @@ pub mod tensors;
 pub mod upload_buffers;
 pub mod work;
 
+use self::kernels::{Kernel, Module};
 use self::memory::Memory;
+use self::modules::Modules;
 use self::pinned_copies::PinnedCopies;
 use self::stream::Stream;
 use self::upload_buffers::UploadBufferPool;
@@ -24,7 +28,6 @@ use crate::device::driver::{answer, bare, failure};
 use cust::context::{Context, CurrentContext};
 use cust::device::DeviceAttribute;
 use cust::error::CudaError as Answer;
-use cust::module::Module;
 use cust::sys;
 use pikv_core::warp::LANES;
 use pikv_kernels::WARPS;
@@ -32,52 +35,12 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Handles of all kernels.
-#[derive(Debug)]
-pub struct Kernels {
-    pub append: Kernel,
-    pub copy_tokens: Kernel,
-    /// For 1, 2, 4 and 8 rows.
-    pub attend: [Kernel; 4],
-    /// For 1, 2 and 4 rows; `attend_rebuilt` rotates keys when it reads them.
-    pub attend_packed: [Kernel; 3],
-    pub attend_rebuilt: [Kernel; 3],
-    /// For single rows.
-    pub attend_factors: Kernel,
-    pub append_rows: Kernel,
-    pub gather_queries: Kernel,
-    pub fold_queries: Kernel,
-    pub finish_in_place: Kernel,
-    /// The same for tensors with 16-bit elements.
-    pub append_halves: Kernel,
-    pub gather_halves: Kernel,
-    pub fold_halves: Kernel,
-    pub finish_halves: Kernel,
-    pub pack_pages: Kernel,
-    pub join_rows: Kernel,
-    pub finish_rows: Kernel,
-    pub mass_pages: Kernel,
-    /// For up to 32, 256 and 1,024 experts.
-    pub route: [Kernel; 3],
-    pub fold_entropies: Kernel,
-    pub learn_router: Kernel,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub struct Kernel(sys::CUfunction);
-
-// SAFETY: a handle of a function in a module, which any thread may launch.
-unsafe impl Send for Kernel {}
-// SAFETY: as above.
-unsafe impl Sync for Kernel {}
-
 /// A device and the driver's objects on it, dropped in the order of the fields.
 pub(crate) struct Device {
     work: Mutex<WorkBuffers>,
     pub lifts: UploadBufferPool,
     pub downs: PinnedCopies,
-    pub kernels: Kernels,
-    _module: Module,
+    modules: Modules,
     pub stream: Stream,
     context: Context,
     name: String,
@@ -143,39 +106,10 @@ impl Device {
         let context = answer("cuDevicePrimaryCtxRetain", Context::new(device))?;
         answer("cuCtxSetCurrent", CurrentContext::set_current(&context))?;
         let stream = stream()?;
-        let module = answer("cuModuleLoadDataEx", Module::from_ptx(pikv_kernels::ptx::TEXT, &[]))?;
-        let kernel = |name: &str| {
-            answer("cuModuleGetFunction", module.get_function(name)).map(|function| Kernel(function.to_raw()))
-        };
-        let packed = |name: &str| -> Result<[Kernel; 3], CudaError> {
-            let of = |rows| kernel(&format!("{name}_r{rows}"));
-            Ok([of(1)?, of(2)?, of(4)?])
-        };
-        let kernels = Kernels {
-            append: kernel("append")?,
-            copy_tokens: kernel("copy_tokens")?,
-            attend: [kernel("attend_r1")?, kernel("attend_r2")?, kernel("attend_r4")?, kernel("attend_r8")?],
-            attend_packed: packed("attend_packed")?,
-            attend_rebuilt: packed("attend_rebuilt")?,
-            attend_factors: kernel("attend_factors")?,
-            append_rows: kernel("append_rows")?,
-            gather_queries: kernel("gather_queries")?,
-            fold_queries: kernel("fold_queries")?,
-            finish_in_place: kernel("finish_in_place")?,
-            append_halves: kernel("append_halves")?,
-            gather_halves: kernel("gather_halves")?,
-            fold_halves: kernel("fold_halves")?,
-            finish_halves: kernel("finish_halves")?,
-            pack_pages: kernel("pack_pages")?,
-            join_rows: kernel("join_rows")?,
-            finish_rows: kernel("finish_rows")?,
-            mass_pages: kernel("mass_pages")?,
-            route: [kernel("route_r1")?, kernel("route_r8")?, kernel("route_r32")?],
-            fold_entropies: kernel("fold_entropies")?,
-            learn_router: kernel("learn_router")?,
-        };
+        let modules = Modules::default();
+        modules.load(Module::Full)?;
         let (work, lifts, downs) = (Mutex::default(), UploadBufferPool::new()?, PinnedCopies::default());
-        Ok(Device { work, lifts, downs, kernels, _module: module, stream, context, name, ordinal })
+        Ok(Device { work, lifts, downs, modules, stream, context, name, ordinal })
     }
 
     /// Makes the device's context current on the calling thread.
@@ -223,7 +157,20 @@ impl Device {
         self.work()?.fetch_all(&self.stream, places, f)
     }
 
-    /// Launches a kernel over `warps` warps.
+    /// Loads modules of kernels that are not loaded, so that no launch has to.
+    ///
+    /// # Errors
+    /// [`CudaError::Module`]; a lost device, unless all are loaded.
+    pub fn load(&self, modules: impl IntoIterator<Item = Module>) -> Result<(), CudaError> {
+        let mut missing = modules.into_iter().filter(|module| !self.modules.is_loaded(*module)).peekable();
+        // Nothing is asked of a lost device here that it has: the first step of the cache returns its error.
+        if missing.peek().is_some() {
+            self.enter()?;
+        }
+        missing.try_for_each(|module| self.modules.load(module))
+    }
+
+    /// Launches a kernel over `warps` warps. Its module is loaded if it is not, which takes seconds: [`Device::load`] comes before.
     ///
     /// # Safety
     /// `arguments` point to the kernel's parameters, and the kernel's own requirements hold.
@@ -248,10 +195,11 @@ impl Device {
         warps: usize,
         arguments: &[*const c_void],
     ) -> Result<(), CudaError> {
+        let function = self.modules.function(kernel)?;
         // SAFETY: the caller's promise; the driver copies the parameters before it returns.
         let code = unsafe {
             sys::cuLaunchKernel(
-                kernel.0,
+                function.0,
                 blocks as u32,
                 1,
                 1,

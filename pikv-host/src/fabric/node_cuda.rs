@@ -5,6 +5,7 @@ use crate::attend_cuda::wave::{ItemQueries, Wave, most, packed_room};
 use crate::base::error::Error;
 use crate::device::Device;
 use crate::device::driver::arguments;
+use crate::device::kernels::Kernel;
 use crate::device::ring::Upload;
 use crate::fabric::ask::Ask;
 use pikv_core::attend::BLOCK;
@@ -70,7 +71,7 @@ impl Device {
             let (layout, count) = (LayoutArg::from(*layout), copies.len() as u32);
             // SAFETY: the parameters of `copy_tokens`: from memory that only this call uses to pages that the store holds, each lane once.
             unsafe {
-                self.launch(self.kernels.copy_tokens, copies.len(), arguments!(layout, list, count))?;
+                self.launch(Kernel::CopyTokens, copies.len(), arguments!(layout, list, count))?;
             }
         }
         Ok(())

@@ -1,6 +1,7 @@
 //! The store of a rank: pages by id, and the answers to messages.
 
 use super::ask::{Ask, AskedPage};
+use crate::attend_cuda::modules;
 use crate::base::error::CudaError;
 use crate::base::error::Error;
 use crate::base::error::FabricError;
@@ -67,10 +68,13 @@ impl RankStore {
     /// [`FabricError::Memory`]: crate::base::error::FabricError::Memory
     ///
     /// # Errors
-    /// [`Error::Config`] for an invalid configuration.
+    /// [`Error::Config`] for an invalid configuration; [`Error::Device`] if the kernels that it needs do not load.
     pub fn new(config: &CacheConfig, budget: u64) -> Result<RankStore, Error> {
         let config = CacheConfig { budget, tiers: Tiers::new(), ..config.clone() }.shards(ShardMap::ONE);
         let pool = Pool::new(&Arc::new(CacheShape::new(config, false)?))?;
+        if let Some(device) = pool.shape.config.backend.device() {
+            modules::load(device, &pool.shape)?;
+        }
         let fingerprint = fingerprint(&pool.shape);
         let (pages, refused) = (HashMap::new(), HashMap::new());
         Ok(RankStore { pool, pages, refused, session: 0, fingerprint, parallel: false })

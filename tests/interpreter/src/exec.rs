@@ -22,6 +22,9 @@ pub struct Program {
     globals: Vec<u64>,
 }
 
+/// Texts that are kept parsed: more than pikv has modules.
+const KEPT: usize = 16;
+
 /// The module of `text`, parsed anew if it is not one of the last few.
 fn parsed(text: &str) -> Result<Arc<Module>, ParseError> {
     static PARSED: Mutex<Vec<(String, Arc<Module>)>> = Mutex::new(Vec::new());
@@ -30,7 +33,7 @@ fn parsed(text: &str) -> Result<Arc<Module>, ParseError> {
         return Ok(module.clone());
     }
     let module = Arc::new(Module::parse(text)?);
-    if all.len() == 4 {
+    if all.len() == KEPT {
         all.remove(0);
     }
     all.push((text.to_owned(), module.clone()));

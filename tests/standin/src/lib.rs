@@ -22,7 +22,7 @@
 //!
 //! Faults found by the interpreter (reads out of bounds, misaligned, of freed or unwritten memory, races) are also written to stderr.
 //!
-//! A few more functions serve tests: [`standin_set`] and [`standin_get`], and those of one device.
+//! A few more functions serve tests: [`standin_set`] and [`standin_get`], those of one device, and [`standin_having`].
 #![allow(non_snake_case, reason = "the driver's names")]
 
 mod queue;
@@ -32,9 +32,9 @@ use queue::{Down, Queues, Work};
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::{ptr, slice};
 
 /// Sets of devices that know nothing of each other.
 pub const WORLDS: usize = 8;
@@ -54,6 +54,10 @@ const ILLEGAL_ADDRESS: u32 = 700;
 const OUT_OF_RESOURCES: u32 = 701;
 const LAUNCH_FAILED: u32 = 719;
 
+/// Options of a module: the address of the log for errors, and its bytes.
+const ERROR_LOG: c_uint = 5;
+const ERROR_LOG_BYTES: c_uint = 6;
+
 /// [`standin_set`]: how many more allocations succeed before one fails.
 pub const ALLOCATIONS: u32 = 0;
 /// [`standin_set`]: how many more launches are taken before one is refused.
@@ -72,6 +76,8 @@ pub const SLOW: u32 = 6;
 pub const LATE: u32 = 7;
 /// [`standin_set`]: whether calls are counted and no work is done. Memory allocated since then has no bytes.
 pub const COUNT: u32 = 8;
+/// [`standin_set`]: how many more modules load before the compiler refuses one, and says so in the log.
+pub const MODULES: u32 = 9;
 /// [`standin_get`]: objects created and not freed: memory, pinned memory, streams, events, modules, contexts.
 pub const LIVE: u32 = 0;
 /// [`standin_get`]: launches so far.
@@ -88,6 +94,8 @@ pub const DUE: u32 = 5;
 pub const BYTES: u32 = 6;
 /// [`standin_get`]: bytes that were copied up so far.
 pub const UPLOADED: u32 = 7;
+/// [`standin_get`]: texts of modules that were given to the compiler so far.
+pub const COMPILED: u32 = 8;
 
 /// The devices of a world; none before it is first used.
 type World = Option<Vec<Mutex<Device>>>;
@@ -120,9 +128,11 @@ struct Device {
     executed: u64,
     waited: u64,
     uploaded: u64,
+    compiled: u64,
     allocations_left: Option<u64>,
     launches_left: Option<u64>,
     lose_in: Option<u64>,
+    modules_left: Option<u64>,
     capability: u64,
     /// The answer to every call, once work has failed.
     lost: Option<u32>,
@@ -259,6 +269,7 @@ impl Device {
             ALLOCATIONS => self.allocations_left = Some(value),
             LAUNCHES => self.launches_left = Some(value),
             LOSE => self.lose_in = Some(value),
+            MODULES => self.modules_left = Some(value),
             CAPABILITY => self.capability = value,
             SLOW => self.slow = value != 0,
             LATE => self.late = value != 0,
@@ -271,6 +282,7 @@ impl Device {
                 self.slow = false;
                 (self.lost, self.allocations_left, self.launches_left, self.lose_in) =
                     (None, None, None, None);
+                self.modules_left = None;
             }
             _ => {}
         }
@@ -284,8 +296,9 @@ impl Device {
             EXECUTED => self.executed + self.programs.values().map(|p| p.executed).sum::<u64>(),
             WAITED => self.waited,
             UPLOADED => self.uploaded,
+            COMPILED => self.compiled,
             DUE => {
-                let due = [self.allocations_left, self.launches_left, self.lose_in];
+                let due = [self.allocations_left, self.launches_left, self.lose_in, self.modules_left];
                 due.iter().filter(|left| left.is_some()).count() as u64
             }
             BYTES => self.memory.bytes() as u64,
@@ -312,7 +325,7 @@ pub extern "C" fn standin_set(what: u32, value: u64) {
             of.truncate(value as usize);
             of.extend(devices(at, of.len(), value as usize));
         }
-        ALLOCATIONS | LAUNCHES | LOSE => standin_set_on(0, what, value),
+        ALLOCATIONS | LAUNCHES | LOSE | MODULES => standin_set_on(0, what, value),
         _ => each(|device| device.set(what, value)),
     }
 }
@@ -343,6 +356,22 @@ pub extern "C" fn standin_get_on(ordinal: c_int, what: u32) -> u64 {
         SUCCESS
     });
     value
+}
+
+/// Modules with an entry of this name that are loaded on the devices of the thread's world.
+///
+/// # Safety
+/// The name is text that ends in a 0.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn standin_having(entry: *const c_char) -> u64 {
+    // SAFETY: the caller's promise.
+    let entry = unsafe { CStr::from_ptr(entry) }.to_string_lossy();
+    let mut modules = 0;
+    each(|device| {
+        modules +=
+            device.programs.values().filter(|program| program.parameters(&entry).is_some()).count() as u64;
+    });
+    modules
 }
 
 /// The driver's function.
@@ -466,13 +495,21 @@ pub extern "C" fn cuCtxSetCurrent(context: u64) -> u32 {
 pub unsafe extern "C" fn cuModuleLoadDataEx(
     module: *mut u64,
     image: *const c_char,
-    _count: c_uint,
-    _options: *mut c_void,
-    _values: *mut c_void,
+    count: c_uint,
+    options: *const c_uint,
+    values: *const *mut c_void,
 ) -> u32 {
     alive_with(|device, handle| {
-        // SAFETY: the caller promises arguments that are valid for the driver's function: the image is text that ends in a 0.
-        let text = unsafe { CStr::from_ptr(image) }.to_string_lossy();
+        // SAFETY: the caller promises arguments that are valid for the driver's function: the image is text that ends in a 0, and there are
+        // as many options and values as it says.
+        let (text, log) =
+            unsafe { (CStr::from_ptr(image).to_string_lossy(), error_log(count, options, values)) };
+        device.compiled += 1;
+        if due(&mut device.modules_left) {
+            // SAFETY: the caller's log has room for what it says.
+            unsafe { log_to(log, "stand-in: told to refuse this module") };
+            return INVALID_PTX;
+        }
         let target: u64 = text
             .split_once(".target sm_")
             .and_then(|(_, rest)| rest.get(..2)?.parse().ok())
@@ -489,10 +526,44 @@ pub unsafe extern "C" fn cuModuleLoadDataEx(
             }
             Err(error) => {
                 eprintln!("stand-in: {error}");
+                // SAFETY: the caller's log has room for what it says.
+                unsafe { log_to(log, &format!("stand-in: {error}")) };
                 INVALID_PTX
             }
         }
     })
+}
+
+/// The log for errors that options of a module name, and its bytes; of none without one.
+///
+/// # Safety
+/// There are `count` options, and as many values, of the kinds that the driver takes.
+unsafe fn error_log(count: c_uint, options: *const c_uint, values: *const *mut c_void) -> (*mut u8, usize) {
+    let (mut to, mut bytes) = (ptr::null_mut(), 0);
+    for i in 0..count as usize {
+        // SAFETY: the caller's promise.
+        let (option, value) = unsafe { (options.add(i).read(), values.add(i).read()) };
+        match option {
+            ERROR_LOG => to = value.cast(),
+            ERROR_LOG_BYTES => bytes = value.addr(),
+            _ => {}
+        }
+    }
+    (to, if to.is_null() { 0 } else { bytes })
+}
+
+/// Writes a text to a log, as much as it has room for, and a 0.
+///
+/// # Safety
+/// The log is memory of so many bytes.
+unsafe fn log_to((to, bytes): (*mut u8, usize), text: &str) {
+    let Some(room) = bytes.checked_sub(1) else { return };
+    let len = text.len().min(room);
+    // SAFETY: the caller's promise; the text and the 0 fit.
+    unsafe {
+        to.copy_from(text.as_ptr(), len);
+        to.add(len).write(0);
+    }
 }
 
 /// The driver's function.

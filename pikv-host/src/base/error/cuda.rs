@@ -38,6 +38,19 @@ pub enum CudaError {
         /// Minor compute capability.
         minor: i32,
     },
+    /// The driver does not load a module of kernels, whose PTX it compiles unless its cache has the result. If it does not compile, the
+    /// device returns this error again without another attempt.
+    #[error("the kernels {module} do not load: the CUDA driver answers {name} ({code}){}", after(log))]
+    Module {
+        /// Name of the module.
+        module: &'static str,
+        /// `CUresult` code.
+        code: u32,
+        /// Name of the code.
+        name: String,
+        /// The log of the driver's compiler, at most its first 8 KiB; empty if it wrote none.
+        log: String,
+    },
     /// A call of the driver failed. The cause may be earlier asynchronous work; if such work failed, every later call on that device fails
     /// too, and its memory is lost.
     #[error("{call}: the CUDA driver answers {name} ({code})")]
@@ -49,4 +62,9 @@ pub enum CudaError {
         /// Name of the code.
         name: String,
     },
+}
+
+/// A log as the end of a message.
+fn after(log: &str) -> String {
+    if log.is_empty() { String::new() } else { format!("; its compiler: {log}") }
 }

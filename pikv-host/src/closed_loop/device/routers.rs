@@ -2,8 +2,9 @@
 
 use crate::base::device_slice::{DeviceRoutes, DeviceSlice};
 use crate::base::error::Error;
+use crate::cache::Cache;
 use crate::closed_loop::{ClosedLoop, LoopError, LoopStep, forget};
-use crate::route_cuda::{Batch, Brought, DeviceRouter, PendingChoices};
+use crate::route_cuda::{self, Batch, Brought, DeviceRouter, PendingChoices};
 use crate::router::{RouteError, Router};
 use pikv_core::page::Position;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -18,6 +19,19 @@ pub(in crate::closed_loop) struct Devices {
 }
 
 impl Devices {
+    /// Without states; loads the kernels of routers that the cache's device can choose for.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if they do not load.
+    pub fn new(cache: &Cache, routers: &[Box<dyn Router>]) -> Result<Devices, LoopError> {
+        if let Some(device) = cache.config().backend.device() {
+            let chosen = routers.iter().filter(|router| router.device_plan().is_ok());
+            route_cuda::load(device, chosen.map(|router| router.shape().experts))
+                .map_err(|error| LoopError::Cache(error.into()))?;
+        }
+        Ok(Devices::default())
+    }
+
     pub fn is_pending(&self, layer: usize) -> bool {
         self.layers.get(layer).and_then(Option::as_ref).is_some_and(DeviceRouter::is_pending)
     }

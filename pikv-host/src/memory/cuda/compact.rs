@@ -4,6 +4,7 @@ use super::MovedToken;
 use crate::base::error::Error;
 use crate::device::Device;
 use crate::device::driver::arguments;
+use crate::device::kernels::Kernel;
 use crate::device::ring::Upload;
 use pikv_core::page::Layout;
 use pikv_kernels::args::{CopyArg, LayoutArg};
@@ -51,12 +52,12 @@ impl Device {
             None => {
                 let list = base + first_at;
                 // SAFETY: the parameters of `copy_tokens`: from pages that the sequence holds to scratch memory that only this call uses.
-                unsafe { self.launch(self.kernels.copy_tokens, moved.len(), arguments!(arg, list, count))? };
+                unsafe { self.launch(Kernel::CopyTokens, moved.len(), arguments!(arg, list, count))? };
             }
         }
         let list = base + then_at;
         // SAFETY: the parameters of `copy_tokens`: from that memory to pages that only this sequence holds.
-        unsafe { self.launch(self.kernels.copy_tokens, moved.len(), arguments!(arg, list, count))? };
+        unsafe { self.launch(Kernel::CopyTokens, moved.len(), arguments!(arg, list, count))? };
         Ok(())
     }
 }

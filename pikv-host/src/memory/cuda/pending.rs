@@ -4,6 +4,7 @@ use crate::base::error::Error;
 use crate::codec::{Codec, HeadCodec, Old};
 use crate::device::Device;
 use crate::device::driver::arguments;
+use crate::device::kernels::Kernel;
 use crate::device::ring::Upload;
 use crate::device::work::Direction;
 use crate::memory::writes::Tokens;
@@ -191,7 +192,7 @@ impl Pending {
                 // writes a lane only once. Copies read tokens of earlier steps, and write lanes of pages that hold no token of this call.
                 unsafe {
                     let arguments = arguments!(arg, k, v, list, count, copies, copied);
-                    device.launch(device.kernels.append, warps, arguments)?;
+                    device.launch(Kernel::Append, warps, arguments)?;
                 }
             }
             Tokens::Device { k, v, limits, faults } => {
@@ -200,7 +201,7 @@ impl Pending {
                 let (list, limits, copies) = (base + at_list, base + at_limits, base + at_copies);
                 let (k, v) = (TensorArg::from(k), TensorArg::from(v));
                 let wide = [k, v].iter().all(TensorArg::wide);
-                let kernel = if wide { device.kernels.append_rows } else { device.kernels.append_halves };
+                let kernel = if wide { Kernel::AppendRows } else { Kernel::AppendHalves };
                 // SAFETY: the parameters of `append_rows` and `append_halves`, as those of `append`; the caller's tensors stay allocated
                 // until the stream has passed.
                 unsafe {
@@ -235,11 +236,7 @@ impl Pending {
             // SAFETY: the parameters of `copy_tokens`. The step's sequences hold the pages; no copy of the list reads a page that another
             // one writes.
             unsafe {
-                device.launch(
-                    device.kernels.copy_tokens,
-                    copies.list.len(),
-                    arguments!(layout, list, count),
-                )?;
+                device.launch(Kernel::CopyTokens, copies.list.len(), arguments!(layout, list, count))?;
             }
             self.copies.remove(0);
         }
@@ -291,11 +288,7 @@ impl Pending {
             // SAFETY: the parameters of `pack_pages`. The step's sequences hold the pages; a page that is packed takes no more tokens, and
             // has a target page of its own.
             unsafe {
-                device.launch(
-                    device.kernels.pack_pages,
-                    same,
-                    arguments!(layout, codecs, list, count, room),
-                )?;
+                device.launch(Kernel::PackPages, same, arguments!(layout, codecs, list, count, room))?;
             }
             self.packs.drain(..same);
         }
