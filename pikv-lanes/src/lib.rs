@@ -102,21 +102,24 @@ pub enum LanesError {
     },
 }
 
-/// Prefetches the first 128 bytes at `value`, which may be smaller, if the CPU has an instruction for it.
+/// Prefetches a value, a cache line of 64 bytes at a time, if the CPU has an instruction for it.
 #[inline(always)]
 pub fn fetch<T>(value: &T) {
     let address = std::ptr::from_ref(value).cast::<u8>();
+    (0..size_of::<T>()).step_by(64).for_each(|at| fetch_line(address.wrapping_add(at)));
+}
+
+/// Prefetches the cache line of an address, which need not be valid, if the CPU has an instruction for it.
+#[inline(always)]
+pub fn fetch_line(address: *const u8) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch needs SSE alone, is a hint on any address, and changes nothing; the addresses are not dereferenced.
-        unsafe {
-            _mm_prefetch::<_MM_HINT_T0>(address.cast());
-            _mm_prefetch::<_MM_HINT_T0>(address.wrapping_add(64).cast());
-        }
+        // SAFETY: a prefetch needs SSE alone, is a hint on any address, and changes nothing; the address is not dereferenced.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
     }
     #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
-    neon::fetch(address);
+    neon::fetch_line(address);
     #[cfg(not(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little"))))]
     let _ = address;
 }

@@ -88,10 +88,13 @@ macro_rules! prefetch {
     };
 }
 
-/// Prefetches 128 bytes from `address` into the first-level cache.
+/// Prefetches the cache line of `address` into the first-level cache.
 #[inline(always)]
-pub(crate) fn fetch(address: *const u8) {
-    prefetch!("prfm pldl1keep", address.addr());
+pub(crate) fn fetch_line(address: *const u8) {
+    // SAFETY: a prefetch is a hint on any address; it changes neither memory nor registers.
+    unsafe {
+        asm!("prfm pldl1keep, [{p}]", p = in(reg) address.addr(), options(nomem, nostack, preserves_flags));
+    }
 }
 
 impl Warp for Neon {

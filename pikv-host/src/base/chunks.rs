@@ -137,6 +137,18 @@ impl<T, const N: usize> Chunks<T, N> {
         self.chunks.get(self.used.checked_sub(1)?)?.0.last()
     }
 
+    /// Prefetches the last item, a pointer of the way to it each time: with `step` 0 the pointer to its chunk, with 1 the chunk, with 2 the
+    /// item.
+    pub fn fetch_back(&self, step: usize) {
+        let chunk = self.used.checked_sub(1).and_then(|last| self.chunks.get(last));
+        match (chunk, step) {
+            (Some(chunk), 0) => fetch(chunk),
+            (Some(chunk), 1) => fetch(&**chunk),
+            (Some(chunk), _) => chunk.0.last().into_iter().for_each(fetch),
+            (None, _) => (),
+        }
+    }
+
     /// Whether a clone shares item `i`, so that a write copies its chunk.
     pub fn is_shared(&self, i: usize) -> bool {
         self.chunks.get(self.place(i).0).is_some_and(is_shared)

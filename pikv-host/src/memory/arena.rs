@@ -10,6 +10,7 @@ use crate::memory::cuda::Pending;
 use crate::memory::growth::Growth;
 use crate::memory::size_class::{Counted, FILLER, SizeClass, Spot};
 use pikv_core::LANES;
+use pikv_core::page::{Layout, PAGE};
 use std::borrow::Cow;
 use std::fmt;
 use std::ptr::NonNull;
@@ -356,6 +357,20 @@ impl Page {
     /// Whether [`Page::words`] gives all of its words.
     pub fn is_near(&self) -> bool {
         self.arenas.backend.is_cpu()
+    }
+
+    /// Prefetches the count of handles and, of a page of single tokens in host memory, a token: a cache line for each row of K, and V.
+    #[inline]
+    pub fn fetch_token(&self, layout: &Layout, lane: u32) {
+        pikv_lanes::fetch_line(self.counted.as_ptr().cast());
+        let fetch = |word: u32| {
+            pikv_lanes::fetch_line(self.words.as_ptr().wrapping_add(word as usize).cast());
+        };
+        fetch(lane);
+        (0..layout.k_rows()).for_each(|row| fetch(Layout::K_BASE + row * PAGE + lane));
+        let v = layout.v_base() + lane * layout.v_stride();
+        // Words of a cache line, on most processors.
+        (v..v + layout.v_stride()).step_by(16).for_each(fetch);
     }
 
     /// Address of the page on a device; 0 in host memory.

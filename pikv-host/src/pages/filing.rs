@@ -20,8 +20,9 @@ use crate::pages::tags::Tags;
 use crate::pages::tiles::Tiles;
 use crate::policy::rule::Rule;
 use crate::policy::state::TokenStates;
-use pikv_core::page::PAGE;
+use pikv_core::page::{PAGE, Position, Slot};
 use pikv_core::plan::{LayerShape, StoreShape};
+use pikv_lanes::fetch;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -186,6 +187,18 @@ impl LayerPages {
         filed
     }
 
+    /// Prefetches the tables of the heads' newest pages: a pointer of every head, then the next of every head, so that the misses of the
+    /// heads overlap.
+    pub fn fetch_tables(&self) {
+        self.heads.iter().for_each(fetch);
+        for head in &self.heads {
+            head.ring.front().into_iter().chain(head.ring.back()).for_each(fetch);
+        }
+        for step in 0..5 {
+            self.heads.iter().for_each(|head| head.runs.fetch_newest(step));
+        }
+    }
+
     fn file_until(
         &mut self,
         inner: &CacheShape,
@@ -194,6 +207,8 @@ impl LayerPages {
         (sealed, aliased): (Option<&Sealed>, bool),
         pages: &mut Reservation,
     ) -> Result<(), Error> {
+        // The tokens of a long call lie side by side.
+        let fetches = left - self.filed.min(left) == 1 && inner.config.backend.is_cpu();
         while self.filed < left {
             let position = self.filed;
             if let Some(c) = self.run_at(inner, shape, position) {
@@ -202,6 +217,10 @@ impl LayerPages {
                     // If a head runs out of memory, the token is removed from the heads before it, so that all heads agree.
                     let mut shared = None;
                     let (head, first_tile) = (self.first_head + h as u32, self.first_tile);
+                    if let Some(next) = self.heads.get(h + 1).filter(|_| fetches) {
+                        let Slot { tile, lane } = Position(position).into();
+                        next.fetch(&shape.layout, c, ((tile - first_tile) as usize, lane));
+                    }
                     let ahead = sealed.map(|sealed| (sealed, h));
                     let token =
                         Filed { inner, shape, run: c, home, position, head, first_tile, ahead, aliased };

@@ -12,7 +12,7 @@ use crate::pages::runs::Runs;
 use crate::pages::sealed::Sealed;
 use crate::pages::tiles::Tiles;
 use pikv_core::codec::packed::Packed;
-use pikv_core::page::{PAGE, Position, Slot};
+use pikv_core::page::{Layout, PAGE, Position, Slot};
 use pikv_core::plan::LayerShape;
 
 /// One KV head of one layer.
@@ -68,6 +68,16 @@ impl Filed<'_> {
 }
 
 impl HeadPages {
+    /// Prefetches what [`HeadPages::file`] reads and writes in host memory for the token at `lane` of the ring's page `tile`.
+    pub fn fetch(&self, layout: &Layout, run: usize, (tile, lane): (usize, u32)) {
+        if let Some(page) = self.ring.get(tile) {
+            page.fetch_token(layout, lane);
+        }
+        if let Some((page, fill)) = self.runs[run].room() {
+            page.fetch_token(layout, fill);
+        }
+    }
+
     /// Copies a token to the end of its run, and packs the page if it is then full. A shared page is copied first, and `shared`
     /// gets the original.
     ///

@@ -12,6 +12,7 @@ use crate::pages::filing::LayerPages;
 use crate::policy::Token;
 use pikv_core::page::{PAGE, Position, Slot, Unstorable};
 use pikv_core::plan::LayerShape;
+use pikv_lanes::fetch;
 
 impl Step<'_> {
     /// Writes keys and values of one layer: `k` is `[rows][kv_heads][k_dim]`, `v` `[rows][kv_heads][v_dim]`, each in f32, f16 or bf16
@@ -47,8 +48,17 @@ impl Step<'_> {
         let shape = inner.shape.layer(layer)?;
         // Only if tokens are appended: growing a table costs as much as they do.
         inner.pool.tables.grow(layer, self.live().map(|part| part.len).max().unwrap_or(0))?;
+        let near = inner.shape.config.backend.is_cpu();
+        if near {
+            self.live().for_each(|part| fetch(&part.sequence.layers[layer]));
+            self.live().for_each(|part| fetch(&*part.sequence.layers[layer]));
+        }
         for part in self.parts.iter_mut().filter(|part| !part.out) {
             let (old, new) = (part.sequence.len, part.len);
+            // More tokens share what they miss.
+            if near && new - old == 1 {
+                part.sequence.layers[layer].fetch_tables();
+            }
             let to = Target { inner: &inner, layer, shape, old, new, first_row: part.row };
             let written = to.write(&mut part.sequence.layers[layer], tokens, &mut self.pages, &mut self.room);
             if written.is_err() {
@@ -62,6 +72,10 @@ impl Step<'_> {
             let left = inner.shape.store.ring.left(part.len).min(part.sequence.len);
             let state = &mut part.sequence.layers[layer];
             filed |= state.filed < left;
+            // Again: the other sequences' tokens lie between.
+            if near && left.checked_sub(state.filed) == Some(1) {
+                state.fetch_tables();
+            }
             let done = state.file(&inner.shape, shape, left, &mut self.pages);
             if done.is_err() {
                 self.pages.forget_writes();
@@ -102,7 +116,14 @@ impl Target<'_> {
     ) -> Result<(), Error> {
         let Target { inner, layer, shape, old, new, first_row } = *self;
         let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
-        for (h, head) in state.heads.iter_mut().enumerate() {
+        for h in 0..heads {
+            if new - old == 1 && inner.shape.config.backend.is_cpu() {
+                let Slot { tile, lane } = Position(old).into();
+                let next =
+                    state.heads.get(h + 1).and_then(|next| next.ring.get((tile - state.first_tile) as usize));
+                next.into_iter().for_each(|page| page.fetch_token(layout, lane));
+            }
+            let head = &mut state.heads[h];
             let codec = state.codecs[h].as_ref();
             let global_head = state.first_head + h as u32;
             let mut position = old;
