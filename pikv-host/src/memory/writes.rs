@@ -127,17 +127,14 @@ impl Reservation {
         codec.pack(lanes, layout, page.words(), fill, only(packed));
     }
 
-    /// Packs the `fill` tokens of a page that `codec` packed, with last position `last`, by the second codec; deferred like
-    /// [`Reservation::pack`].
-    #[allow(clippy::too_many_arguments)]
+    /// Packs the tokens of a page that `codec` packed by the second codec; deferred like [`Reservation::pack`]. The page is given with the
+    /// number of its tokens and the position of its last.
     pub fn repack(
         &mut self,
         codec: &HeadCodec,
         lanes: Lanes,
         layout: &Layout,
-        page: &Page,
-        fill: u32,
-        last: u32,
+        (page, fill, last): (&Page, u32, u32),
         packed: &mut Page,
     ) {
         if let Some(pending) = &mut self.pending {

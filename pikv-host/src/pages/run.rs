@@ -438,7 +438,7 @@ impl Run {
                     let Some(by) = codec.ages_at(closed.by).filter(|by| *by < filed) else { break };
                     let near = Near::next(last.as_ref());
                     let mut page = pages.take(closed.packed.shard(), aged.codec.packed.words(), near)?;
-                    pages.repack(codec, lanes, layout, &closed.packed, fill, closed.last, &mut page);
+                    pages.repack(codec, lanes, layout, (&closed.packed, fill, closed.last), &mut page);
                     last = Some(page.clone());
                     if let PageState::Closed(closed) = &mut self.entries[i].held {
                         closed.next = Some(page);
