@@ -23,6 +23,8 @@ enum Kind {
 /// A model with its tokenizer.
 pub struct Model {
     pub name: String,
+    /// Bytes and time of the file with the weights. Part of the scope of prefixes: those of other weights are not found.
+    pub revision: String,
     /// Most tokens of a sequence.
     pub context: usize,
     /// Number of tokens of the vocabulary.
@@ -48,10 +50,12 @@ impl Model {
         let (name, context, vocab, layers) = ("austen-moe".into(), c.context, VOCAB, c.layers);
         let (heads, experts) = ((c.kv_heads, c.query_heads, c.head_dim), (c.experts, c.top_k));
         let kind = Kind::Moe(Box::new(model));
-        Ok(Model { name, context, vocab, end: None, chat: None, bos: None, layers, heads, experts, kind })
+        let revision = revision(&pikv_engine::example("models/austen-moe/model.safetensors"))?;
+        let (end, chat, bos) = (None, None, None);
+        Ok(Model { name, revision, context, vocab, end, chat, bos, layers, heads, experts, kind })
     }
 
-    /// A Llama from a GGUF file.
+    /// A Llama from GGUF, without a revision.
     pub fn llama(name: &str, gguf: &Gguf) -> Result<Model, Box<dyn Error>> {
         let tokenizer = Tokenizer::new(gguf)?;
         let mut model = Llama::load(gguf)?;
@@ -68,12 +72,13 @@ impl Model {
         let (name, context, layers) = (name.into(), c.context, c.layers);
         let (heads, experts) = ((c.kv_heads, c.query_heads, c.head_dim), (1, 1));
         let kind = Kind::Llama(Box::new(model), Box::new(tokenizer));
-        Ok(Model { name, context, vocab, end, chat, bos, layers, heads, experts, kind })
+        let revision = String::new();
+        Ok(Model { name, revision, context, vocab, end, chat, bos, layers, heads, experts, kind })
     }
 
     pub fn open(path: &Path) -> Result<Model, Box<dyn Error>> {
         let name = path.file_stem().map_or_else(|| "llama".into(), |name| name.to_string_lossy());
-        Model::llama(&name, &Gguf::open(path)?)
+        Ok(Model { revision: revision(path)?, ..Model::llama(&name, &Gguf::open(path)?)? })
     }
 
     /// Builds a cache for the options.
@@ -139,4 +144,9 @@ impl Model {
             Kind::Llama(model, _) => model.forward(tokens, batch, logits),
         }
     }
+}
+
+fn revision(weights: &Path) -> std::io::Result<String> {
+    let file = std::fs::metadata(weights)?;
+    Ok(format!("{} {:?}", file.len(), file.modified()?))
 }

@@ -3,6 +3,7 @@
 use crate::{MOE, NOVEL, answer, body, nothing_is_left, serve};
 use pikv::codec::Code;
 use pikv_serve::client::{complete, send};
+use pikv_serve::model::Model;
 use pikv_serve::{Options, Server, Store};
 use serde_json::{Value, json};
 use std::fs;
@@ -55,7 +56,7 @@ fn what_a_server_answered_is_found_by_the_next() {
         // What is not a saved sequence is left alone, and what cannot be read does no harm.
         fs::write(folder.0.join("mine.safetensors"), [1; 100]).unwrap();
         fs::write(folder.0.join("broken.pikv-kept"), [1; 100]).unwrap();
-        let second = serve(options);
+        let second = serve(options.clone());
         let again = answer(&second, &asked);
         let most = if store == Options::default().store { 576 } else { 512 };
         assert_eq!(found(&again), (most, found(&fresh).1));
@@ -64,6 +65,12 @@ fn what_a_server_answered_is_found_by_the_next() {
         let other = send(second.address, "POST", "/v1/completions", asked.to_string().as_bytes(), headers);
         assert_eq!(found(&other.unwrap().json().unwrap()).0, 0);
         nothing_is_left(&second);
+        drop(second);
+        // Nor are they found by other weights, whose keys and values would be others.
+        let model = Model { revision: "other weights".to_string(), ..Model::moe().unwrap() };
+        let third = Server::start(model.into(), options, ([127, 0, 0, 1], 0).into()).unwrap();
+        assert_eq!(found(&answer(&third, &asked)).0, 0);
+        nothing_is_left(&third);
         assert!(folder.0.join("mine.safetensors").exists());
     }
 }

@@ -99,7 +99,7 @@ async fn complete(State(front): Shared, request: Request, chat: bool) -> Result<
 fn scope(model: &Model, headers: &HeaderMap) -> Vec<u8> {
     let key = headers.get(header::AUTHORIZATION).map_or(&[][..], |key| key.as_bytes());
     // Not the key itself, since scopes are saved.
-    [model.name.as_bytes(), &[0], blake3::hash(key).as_bytes()].concat()
+    [model.name.as_bytes(), &[0], model.revision.as_bytes(), &[0], blake3::hash(key).as_bytes()].concat()
 }
 
 fn stopped() -> ApiError {
