@@ -67,7 +67,8 @@ fn what_a_server_answered_is_found_by_the_next() {
         nothing_is_left(&second);
         drop(second);
         // Nor are they found by other weights, whose keys and values would be others.
-        let model = Model { revision: "other weights".to_string(), ..Model::moe().unwrap() };
+        let mut model = Model::moe().unwrap();
+        model.revision = "other weights".to_string();
         let third = Server::start(model.into(), options, ([127, 0, 0, 1], 0).into()).unwrap();
         assert_eq!(found(&answer(&third, &asked)).0, 0);
         nothing_is_left(&third);
