@@ -42,8 +42,7 @@ fn run() -> Result<(), Box<dyn Error>> {
         }
         let value = args.next().ok_or_else(|| format!("{name}: a value must follow\n{HELP}"))?;
         let number = || value.parse::<u64>().map_err(|_| format!("{name}: {value:?} is no whole number"));
-        let bytes =
-            || number()?.checked_mul(1 << 20).ok_or_else(|| format!("{name}: {value} MiB are too many"));
+        let bytes = || number()?.checked_mul(1 << 20).ok_or_else(|| format!("{name}: {value} is too large"));
         match name.as_str() {
             "--gguf" => gguf = Some(PathBuf::from(&value)),
             "--address" => address = value.clone(),

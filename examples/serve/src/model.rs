@@ -49,9 +49,8 @@ impl Model {
         let c = model.config().clone();
         let (name, context, vocab, layers) = ("austen-moe".into(), c.context, VOCAB, c.layers);
         let (heads, experts) = ((c.kv_heads, c.query_heads, c.head_dim), (c.experts, c.top_k));
-        let kind = Kind::Moe(Box::new(model));
         let revision = revision(&pikv_engine::example("models/austen-moe/model.safetensors"))?;
-        let (end, chat, bos) = (None, None, None);
+        let (end, chat, bos, kind) = (None, None, None, Kind::Moe(Box::new(model)));
         Ok(Model { name, revision, context, vocab, end, chat, bos, layers, heads, experts, kind })
     }
 
@@ -69,10 +68,9 @@ impl Model {
         let end = if gguf.has(end) { Some(gguf.whole(end)?) } else { None };
         let chat = token("<|im_start|>").zip(token("<|im_end|>"));
         let (bos, vocab) = (tokenizer.bos(), tokenizer.len().min(c.vocab));
-        let (name, context, layers) = (name.into(), c.context, c.layers);
+        let (name, revision, context, layers) = (name.into(), String::new(), c.context, c.layers);
         let (heads, experts) = ((c.kv_heads, c.query_heads, c.head_dim), (1, 1));
         let kind = Kind::Llama(Box::new(model), Box::new(tokenizer));
-        let revision = String::new();
         Ok(Model { name, revision, context, vocab, end, chat, bos, layers, heads, experts, kind })
     }
 

@@ -42,8 +42,7 @@ impl Text {
         if !std::mem::take(&mut self.bytes).is_empty() {
             self.held.push(char::REPLACEMENT_CHARACTER);
         }
-        let text = self.give();
-        text + &std::mem::take(&mut self.held)
+        self.give() + &std::mem::take(&mut self.held)
     }
 
     /// Takes the final part of the held text.

@@ -63,8 +63,7 @@ impl Ask {
         let message = || "max_tokens: must be at least 1".into();
         ensure(max_tokens > 0, "max_tokens", "invalid_value", message)?;
         let (context, got) = (model.context, prompt.len());
-        let message =
-            || format!("{got} tokens of prompt and {max_tokens} to come; the model has {context} in all");
+        let message = || format!("{got} tokens of prompt and {max_tokens} to come; the model has {context}");
         ensure(max_tokens <= room as u64, "max_tokens", "context_length_exceeded", message)?;
         let temperature = number(&fields, "temperature", 0.0, 2.0)?.unwrap_or(1.0) as f32;
         let top_p = number(&fields, "top_p", 0.0, 1.0)?.unwrap_or(1.0);
@@ -169,10 +168,9 @@ fn messages(model: &Model, fields: &Fields) -> Result<Vec<u32>> {
     let all = |value: &Value| value.as_array()?.iter().map(message).collect::<Option<Vec<_>>>();
     let messages = field(fields, "messages", must, all)?.filter(|messages| !messages.is_empty());
     let messages = messages.ok_or_else(|| wrong("messages", must))?;
-    let roles = ["system", "user", "assistant"];
     for (role, _) in &messages {
         let message = || format!("messages: role {:?}; must be system, user or assistant", short(role));
-        ensure(roles.contains(&role.as_str()), "messages", "invalid_value", message)?;
+        ensure(["system", "user", "assistant"].contains(&&**role), "messages", "invalid_value", message)?;
     }
     let tokens = model.encode_chat(&messages).ok_or_else(|| {
         let message = format!("{} has no chat template; use /v1/completions", model.name);

@@ -34,8 +34,7 @@ impl ApiError {
             429 => "rate_limit_error",
             _ => "invalid_request_error",
         };
-        let (message, param, code) = (&self.message, &self.param, self.code);
-        json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
+        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
     }
 }
 
@@ -43,13 +42,11 @@ impl From<Fault> for ApiError {
     fn from(fault: Fault) -> ApiError {
         match fault {
             Fault::Deadline => {
-                let message =
-                    "the request's time is over; ask for fewer tokens, or for more time with `timeout`";
+                let message = "the time is over; ask for fewer tokens, or for more time with `timeout`";
                 ApiError::new(StatusCode::REQUEST_TIMEOUT, "deadline_exceeded", message)
             }
             Fault::TooLarge { needed, budget } => {
-                let message =
-                    format!("prompt and max_tokens take up to {needed} bytes, the cache has {budget}");
+                let message = format!("prompt and max_tokens take up to {needed} bytes, of {budget}");
                 ApiError::new(StatusCode::BAD_REQUEST, "request_too_large", message)
             }
             Fault::Cache(message) => ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "cache_error", message),
