@@ -110,7 +110,7 @@ fn forked_chats(cache: &Cache) -> Vec<Parkable> {
     (0..5).map(fork).collect()
 }
 
-/// What the forks' next tokens give, and what they give where nobody was parked.
+/// Compares the outputs of each fork's next 5 tokens with those in a cache where no sequence was parked.
 fn compare_forks(cache: &Cache, chats: &mut [Parkable]) {
     let other = self::cache(200, 0);
     let mut alone = forked_chats(&other);

@@ -15,6 +15,8 @@ use std::sync::Arc;
 /// Sequences that are locked to be parked together.
 pub(super) struct Group<'s> {
     members: Vec<Member<'s>>,
+    /// Bytes of pages in the first tier that only members refer to.
+    bytes: u64,
     /// Number of slots up to the last member; all if there is no member.
     pub seen: usize,
 }
@@ -23,6 +25,8 @@ struct Member<'s> {
     slot: &'s Slot,
     /// Place among the slots.
     at: usize,
+    /// Bytes of pages that only its sequence refers to.
+    bytes: u64,
     sequence: Awake<'s>,
 }
 
@@ -30,30 +34,34 @@ impl<'s> Member<'s> {
     /// `None` for a sequence that is in use, parked or poisoned, is not in `pool`, or shares all its pages.
     fn new((at, slot): (usize, &'s Slot), pool: &Pool) -> Option<Member<'s>> {
         let state = slot.idle()?;
-        let goes = |sequence: &Sequence| may_go(sequence, pool) && own_bytes([sequence]) > 0;
-        let goes = matches!(&*state, State::Awake(sequence) if goes(sequence));
-        goes.then(|| Member { slot, at, sequence: Awake { state } })
+        let bytes = match &*state {
+            State::Awake(sequence) if may_go(sequence, pool) => own_bytes([&**sequence]),
+            _ => 0,
+        };
+        (bytes > 0).then(|| Member { slot, at, bytes, sequence: Awake { state } })
     }
 }
 
 impl<'s> Group<'s> {
     /// Locks the fewest of `slots`, in order, whose own pages have `missing` bytes together; all if they have fewer. O(pages log slots).
     pub fn new(slots: &[&'s Slot], pool: &Pool, missing: u64) -> Group<'s> {
-        let mut group = Group { members: Vec::new(), seen: slots.len() };
+        let mut group = Group { members: Vec::new(), bytes: 0, seen: slots.len() };
         let mut rest = slots.iter().copied().enumerate();
-        let mut enough = false;
+        let mut too_few = 0;
         // Twice as many each time, as the pages of all members are counted again.
         for most in (0..).map(|power| 1 << power) {
             let next = rest.by_ref().filter_map(|slot| Member::new(slot, pool));
-            group.members.extend(next.take(most - group.members.len()));
-            enough = group.own_bytes(group.members.len()) >= missing;
-            if enough || group.members.len() < most {
+            group.members.extend(next.take(most - group.len()));
+            group.bytes = group.bytes_of(group.len());
+            if group.bytes >= missing {
+                let sizes: Vec<usize> = (too_few + 1..group.len()).collect();
+                group.keep(too_few + 1 + sizes.partition_point(|n| group.bytes_of(*n) < missing));
                 break;
             }
-        }
-        if enough {
-            let sizes: Vec<usize> = (0..=group.members.len()).collect();
-            group.keep(sizes.partition_point(|n| group.own_bytes(*n) < missing));
+            if group.len() < most {
+                break;
+            }
+            too_few = most;
         }
         group
     }
@@ -64,36 +72,42 @@ impl<'s> Group<'s> {
 
     /// Releases all but the first `n`, of which there is at least one.
     pub fn keep(&mut self, n: usize) {
-        self.members.truncate(n);
+        if n < self.len() {
+            self.members.truncate(n);
+            self.bytes = self.bytes_of(n);
+        }
         self.seen = self.members.last().map_or(self.seen, |last| last.at + 1);
     }
 
     /// Bytes of pages in the first tier that only the first `n` members refer to.
-    fn own_bytes(&self, n: usize) -> u64 {
-        own_bytes(self.members[..n].iter().map(|member| &*member.sequence))
+    fn bytes_of(&self, n: usize) -> u64 {
+        match &self.members[..n] {
+            [one] => one.bytes,
+            members => own_bytes(members.iter().map(|member| &*member.sequence)),
+        }
     }
 
     /// Parks all members in lower tiers, or none.
     ///
     /// # Errors
-    /// Those of [`Cache::park`](crate::Cache::park).
+    /// The errors of [`Cache::park`](crate::Cache::park).
     pub fn park(&mut self, made: &mut MadeRoom) -> Result<(), Error> {
         let Some(first) = self.members.first() else { return Ok(()) };
-        let (cache, freed) = (first.sequence.cache(), self.own_bytes(self.len()));
+        let cache = first.sequence.cache();
         let sequences = self.members.iter_mut().map(|member| &mut *member.sequence);
         let parked = cache.park(sequences, 1)?;
         for (mut member, parked) in mem::take(&mut self.members).into_iter().zip(parked) {
             *member.sequence.state = State::Parked(parked);
             made.parked.push(member.slot.id);
         }
-        made.freed += freed;
+        made.freed += self.bytes;
         Ok(())
     }
 
     /// Moves `bytes` of the first member's full pages to lower tiers.
     ///
     /// # Errors
-    /// Those of [`Sequence::demote`].
+    /// The errors of [`Sequence::demote`].
     pub fn demote(&mut self, bytes: u64, made: &mut MadeRoom) -> Result<(), Error> {
         let Some(first) = self.members.first_mut() else { return Ok(()) };
         let freed = first.sequence.demote(bytes)?;
