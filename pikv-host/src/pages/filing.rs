@@ -207,8 +207,11 @@ impl LayerPages {
         (sealed, aliased): (Option<&Sealed>, bool),
         pages: &mut Reservation,
     ) -> Result<(), Error> {
-        // The tokens of a long call lie side by side.
-        let fetches = left - self.filed.min(left) == 1 && inner.config.backend.is_cpu();
+        // More tokens share what they miss. In a step of many sequences, the caches have lost the tables since the ring was written.
+        let fetches = left.checked_sub(self.filed) == Some(1) && inner.config.backend.is_cpu();
+        if fetches {
+            self.fetch_tables();
+        }
         while self.filed < left {
             let position = self.filed;
             if let Some(c) = self.run_at(inner, shape, position) {

@@ -48,17 +48,12 @@ impl Step<'_> {
         let shape = inner.shape.layer(layer)?;
         // Only if tokens are appended: growing a table costs as much as they do.
         inner.pool.tables.grow(layer, self.live().map(|part| part.len).max().unwrap_or(0))?;
-        let near = inner.shape.config.backend.is_cpu();
-        if near {
+        if inner.shape.config.backend.is_cpu() {
             self.live().for_each(|part| fetch(&part.sequence.layers[layer]));
             self.live().for_each(|part| fetch(&*part.sequence.layers[layer]));
         }
         for part in self.parts.iter_mut().filter(|part| !part.out) {
             let (old, new) = (part.sequence.len, part.len);
-            // More tokens share what they miss.
-            if near && new - old == 1 {
-                part.sequence.layers[layer].fetch_tables();
-            }
             let to = Target { inner: &inner, layer, shape, old, new, first_row: part.row };
             let written = to.write(&mut part.sequence.layers[layer], tokens, &mut self.pages, &mut self.room);
             if written.is_err() {
@@ -72,10 +67,6 @@ impl Step<'_> {
             let left = inner.shape.store.ring.left(part.len).min(part.sequence.len);
             let state = &mut part.sequence.layers[layer];
             filed |= state.filed < left;
-            // Again: the other sequences' tokens lie between.
-            if near && left.checked_sub(state.filed) == Some(1) {
-                state.fetch_tables();
-            }
             let done = state.file(&inner.shape, shape, left, &mut self.pages);
             if done.is_err() {
                 self.pages.forget_writes();
@@ -116,12 +107,16 @@ impl Target<'_> {
     ) -> Result<(), Error> {
         let Target { inner, layer, shape, old, new, first_row } = *self;
         let (layout, heads) = (&shape.layout, shape.kv_heads as usize);
+        // More tokens share what they miss.
+        let fetches = new - old == 1 && inner.shape.config.backend.is_cpu();
+        if fetches {
+            state.fetch_tables();
+        }
         for h in 0..heads {
-            if new - old == 1 && inner.shape.config.backend.is_cpu() {
+            if let Some(next) = state.heads.get(h + 1).filter(|_| fetches) {
                 let Slot { tile, lane } = Position(old).into();
-                let next =
-                    state.heads.get(h + 1).and_then(|next| next.ring.get((tile - state.first_tile) as usize));
-                next.into_iter().for_each(|page| page.fetch_token(layout, lane));
+                let page = next.ring.get((tile - state.first_tile) as usize);
+                page.into_iter().for_each(|page| page.fetch_token(layout, lane));
             }
             let head = &mut state.heads[h];
             let codec = state.codecs[h].as_ref();
