@@ -73,21 +73,6 @@ macro_rules! load {
     }};
 }
 
-/// A mnemonic of a prefetch, for both cache lines of 32 words at address `$p`.
-macro_rules! prefetch {
-    ($op:literal, $p:expr) => {
-        // SAFETY: a prefetch is a hint on any address; it changes neither memory nor registers.
-        unsafe {
-            asm!(
-                concat!($op, ", [{p}]"),
-                concat!($op, ", [{p}, #64]"),
-                p = in(reg) $p,
-                options(nomem, nostack, preserves_flags),
-            );
-        }
-    };
-}
-
 /// Prefetches the cache line of `address` into the first-level cache.
 #[inline(always)]
 pub(crate) fn fetch_line(address: *const u8) {
@@ -369,7 +354,15 @@ impl Warp for Neon {
     #[inline(always)]
     fn prefetch(self, row: &[u32; LANES]) {
         // Into the second-level cache, as on x86-64; which level is best has not been measured on a processor with NEON.
-        prefetch!("prfm pldl2keep", row.as_ptr().addr());
+        // SAFETY: a prefetch is a hint on any address; it changes neither memory nor registers.
+        unsafe {
+            asm!(
+                "prfm pldl2keep, [{p}]",
+                "prfm pldl2keep, [{p}, #64]",
+                p = in(reg) row.as_ptr().addr(),
+                options(nomem, nostack, preserves_flags),
+            );
+        }
     }
     // Lane 0 of the butterfly depends, at distance d, only on lanes below d, each of them op(lane i, lane i + d).
     #[inline(always)]

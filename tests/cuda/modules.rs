@@ -106,7 +106,8 @@ fn routers_load_their_modules_with_the_loop() {
     }
 }
 
-/// What does not load says so with the compiler's log, every time, is tried once, and leaves the rest as it was.
+/// A module that does not compile gives an error with the compiler's log each time it is needed, is compiled once, and does not affect
+/// caches that do not need it.
 #[test]
 fn a_module_that_does_not_compile() {
     let standin = Standin::new();

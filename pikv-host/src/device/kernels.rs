@@ -162,13 +162,13 @@ fn split(ptx: &str) -> (&str, impl Iterator<Item = (&str, &str)>) {
     (header, kernels)
 }
 
-/// The text of a module: a part of `ptx` with what all kernels share, and the module's kernels.
+/// The text of a module: a part of `ptx` with what all kernels share, and the module's kernels. It has room for the driver's 0.
 pub fn text(ptx: &str, module: Module) -> String {
     let (header, kernels) = split(ptx);
     let own = |(name, kernel)| module.kernels().iter().any(|of| of.entry() == name).then_some(kernel);
     let kernels: Vec<&str> = kernels.filter_map(own).collect();
     let mut text =
-        String::with_capacity(header.len() + kernels.iter().map(|kernel| kernel.len()).sum::<usize>());
+        String::with_capacity(header.len() + kernels.iter().map(|kernel| kernel.len()).sum::<usize>() + 1);
     text.push_str(header);
     text.extend(kernels);
     text

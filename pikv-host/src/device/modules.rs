@@ -95,28 +95,26 @@ impl Modules {
 
 /// Loads a module of the PTX and finds its kernels.
 fn load(module: Module) -> Result<Loaded, CudaError> {
-    let handle = compile(&kernels::text(ptx::TEXT, module), module.name())?;
+    let handle = compile(kernels::text(ptx::TEXT, module), module.name())?;
     let functions =
         module.kernels().iter().map(|kernel| handle.function(kernel.entry())).collect::<Result<_, _>>()?;
     Ok(Loaded { functions, _module: handle })
 }
 
 /// Loads a text into the current context. `name` is for the error.
-fn compile(text: &str, name: &'static str) -> Result<Handle, CudaError> {
-    let mut image = Vec::with_capacity(text.len() + 1);
-    image.extend_from_slice(text.as_bytes());
-    image.push(0);
+fn compile(mut text: String, name: &'static str) -> Result<Handle, CudaError> {
+    text.push('\0');
     let mut log = [0u8; LOG];
     // The last byte stays 0, so that the log ends whatever the driver writes.
     let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(LOG - 1)];
     let mut options =
         [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
     let mut module = ptr::null_mut();
-    // SAFETY: the image is text that ends in a 0; the two options have their values, of which the first has room for as many bytes as
+    // SAFETY: the text ends in a 0; the two options have their values, of which the first has room for as many bytes as
     // the second says. The driver keeps none of the pointers.
     let code = unsafe {
         let (options, values) = (options.as_mut_ptr(), values.as_mut_ptr());
-        sys::cuModuleLoadDataEx(&raw mut module, image.as_ptr().cast(), 2, options, values)
+        sys::cuModuleLoadDataEx(&raw mut module, text.as_ptr().cast(), 2, options, values)
     };
     if code == sys::cudaError_enum::CUDA_SUCCESS {
         return Ok(Handle(module));
