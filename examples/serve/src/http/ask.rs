@@ -63,7 +63,7 @@ impl Ask {
         let message = || "max_tokens: must be at least 1".into();
         ensure(max_tokens > 0, "max_tokens", "invalid_value", message)?;
         let (context, got) = (model.context, prompt.len());
-        let message = || format!("{got} tokens of prompt and {max_tokens} to come; the model has {context}");
+        let message = || format!("{got} tokens of prompt and {max_tokens} more exceed the model's {context}");
         ensure(max_tokens <= room as u64, "max_tokens", "context_length_exceeded", message)?;
         let temperature = number(&fields, "temperature", 0.0, 2.0)?.unwrap_or(1.0) as f32;
         let top_p = number(&fields, "top_p", 0.0, 1.0)?.unwrap_or(1.0);

@@ -42,11 +42,11 @@ impl From<Fault> for ApiError {
     fn from(fault: Fault) -> ApiError {
         match fault {
             Fault::Deadline => {
-                let message = "the time is over; ask for fewer tokens, or for more time with `timeout`";
+                let message = "the request timed out; ask for fewer tokens, or for more time with `timeout`";
                 ApiError::new(StatusCode::REQUEST_TIMEOUT, "deadline_exceeded", message)
             }
             Fault::TooLarge { needed, budget } => {
-                let message = format!("prompt and max_tokens take up to {needed} bytes, of {budget}");
+                let message = format!("prompt and max_tokens need {needed} bytes, the cache has {budget}");
                 ApiError::new(StatusCode::BAD_REQUEST, "request_too_large", message)
             }
             Fault::Cache(message) => ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "cache_error", message),
