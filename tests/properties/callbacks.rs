@@ -40,6 +40,28 @@ impl Fuse {
     }
 }
 
+/// From when its count reaches 0, one address is read wrong: also when a read that was ahead of its use is repeated.
+#[derive(Debug, Default)]
+struct Lies {
+    reads: AtomicI64,
+    /// The address + 1; 0 for none.
+    at: AtomicU64,
+}
+
+impl Lies {
+    fn set(&self, reads: i64) {
+        self.reads.store(reads, Ordering::Relaxed);
+        self.at.store(0, Ordering::Relaxed);
+    }
+
+    fn read(&self, at: u64, bytes: &mut [u8]) {
+        if self.reads.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.at.store(at + 1, Ordering::Relaxed);
+        }
+        bytes[0] ^= u8::from(self.at.load(Ordering::Relaxed) == at + 1);
+    }
+}
+
 /// The result of `f`, or `None` if a fuse panicked in it.
 fn guarded<T>(f: impl FnOnce() -> T) -> Option<T> {
     static QUIET: Once = Once::new();
@@ -413,7 +435,7 @@ fn a_tier_that_panics_or_lies_leaves_what_a_twin_has_or_says_that_it_did_not() {
     struct Bytes {
         bytes: Mutex<Vec<u8>>,
         fuse: Arc<Fuse>,
-        lies: Arc<AtomicI64>,
+        lies: Arc<Lies>,
     }
     impl PageStore for Bytes {
         fn write(&self, at: u64, bytes: &[u8]) -> std::io::Result<()> {
@@ -429,15 +451,15 @@ fn a_tier_that_panics_or_lies_leaves_what_a_twin_has_or_says_that_it_did_not() {
             self.fuse.call();
             let all = self.bytes.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             bytes.copy_from_slice(&all[at as usize..at as usize + bytes.len()]);
-            bytes[0] ^= u8::from(self.lies.fetch_sub(1, Ordering::Relaxed) == 1);
+            self.lies.read(at, bytes);
             Ok(())
         }
     }
     let (mut blown, mut refused) = (0, 0);
     for seed in 0..4u64 {
         let mut rng = Rng(seed);
-        let (fuse, lies) = (Arc::new(Fuse::default()), Arc::new(AtomicI64::new(0)));
-        let build = |fuse: &Arc<Fuse>, lies: &Arc<AtomicI64>| {
+        let (fuse, lies) = (Arc::new(Fuse::default()), Arc::new(Lies::default()));
+        let build = |fuse: &Arc<Fuse>, lies: &Arc<Lies>| {
             let (fuse, lies) = (fuse.clone(), lies.clone());
             let open = move || -> std::io::Result<Box<dyn PageStore>> {
                 Ok(Box::new(Bytes { fuse: fuse.clone(), lies: lies.clone(), ..Bytes::default() }))
@@ -453,11 +475,11 @@ fn a_tier_that_panics_or_lies_leaves_what_a_twin_has_or_says_that_it_did_not() {
             let what = format!("seed {seed}, turn {turn}");
             let trouble = rng.below(6);
             fuse.set(if trouble == 0 { 1 + i64::from(rng.below(12)) } else { 0 });
-            lies.store(if trouble == 1 { 1 + i64::from(rng.below(12)) } else { 0 }, Ordering::Relaxed);
+            lies.set(if trouble == 1 { 1 + i64::from(rng.below(12)) } else { 0 });
             let before = a.next_position().0;
             let done = guarded(|| step(&caches[0], vec![(&mut a, 8)], seed * 200 + turn, LAYERS));
             fuse.set(0);
-            lies.store(0, Ordering::Relaxed);
+            lies.set(0);
             blown += u64::from(done.is_none());
             refused += u64::from(matches!(done, Some(Err(_))));
             if poisoned(&caches[0], &mut a) {
