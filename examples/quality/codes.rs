@@ -1,9 +1,11 @@
 //! Codes of 2 to 8 bits compared, with all bytes of the cache: ring, sinks and open pages too.
 
 use crate::rows::Row;
+use pikv::Dtype;
 use pikv::codec::{Code, Codec, Coding, Map};
 use pikv::policy::{Budget, Chunks, Eviction, SnapKv};
 use pikv_engine::common::cache::Keys;
+use pikv_engine::llama::rounding::Rounding;
 use pikv_engine::measure::subject::Subject;
 use std::error::Error;
 use std::num::NonZeroU32;
@@ -15,7 +17,8 @@ pub const CHUNK: NonZeroU32 = NonZeroU32::new(10).unwrap();
 const RINGS: [usize; 2] = [128, 32];
 
 /// The rows: codes for K by channel and V by token, those after a Hadamard transform, and those with half of the tokens evicted by
-/// pages; each with rings of two lengths, and with tokens filed by their expert and all together. bf16 comes first.
+/// pages; each with rings of two lengths, and with tokens filed by their expert and all together. bf16 comes first, forms of llama.cpp
+/// last.
 pub fn rows(subject: &Subject) -> Result<Vec<Row>, Box<dyn Error>> {
     let dim = subject.head_dim as u32;
     let heads = |codec: Codec| vec![vec![codec; subject.kv_heads]; subject.layers];
@@ -32,6 +35,7 @@ pub fn rows(subject: &Subject) -> Result<Vec<Row>, Box<dyn Error>> {
         all.push(row(code.name().into(), plain(code, code)));
     }
     for (k, v) in [
+        (Code::Int8, Code::Int5),
         (Code::Int4, Code::Int3),
         (Code::Int3, Code::Int2),
         (Code::Int2, Code::Int3),
@@ -56,7 +60,34 @@ pub fn rows(subject: &Subject) -> Result<Vec<Row>, Box<dyn Error>> {
             rows.extend(all.iter().map(|row| Row { ring, by_expert: *by_expert, ..row.clone() }));
         }
     }
+    rows.extend(FORMS.map(of_llama_cpp));
     Ok(rows)
+}
+
+/// Forms of K and V that users of llama.cpp choose.
+const FORMS: [[Rounding; 2]; 4] = [
+    [Rounding::Q8_0, Rounding::Q8_0],
+    [Rounding::Q8_0, Rounding::Q5_0],
+    [Rounding::Q5_0, Rounding::Q5_0],
+    [Rounding::Q4_0, Rounding::Q4_0],
+];
+
+/// All tokens in these forms of K and V, read in f32.
+fn of_llama_cpp([k, v]: [Rounding; 2]) -> Row {
+    let (k_name, v_name) = (k.name().to_owned(), v.name().to_owned());
+    let name = if k == v {
+        format!("{k_name} of llama.cpp")
+    } else {
+        format!("{k_name} K, {v_name} V of llama.cpp")
+    };
+    Row {
+        k: k_name,
+        v: v_name,
+        dtype: Dtype::F32,
+        rounded: Some([k, v]),
+        by_expert: false,
+        ..Row::new("C_Q", name, "1", Keys::Rotated, vec![])
+    }
 }
 
 /// bf16 bytes of the keys and values of `tokens`, without anything else.

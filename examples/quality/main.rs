@@ -1,9 +1,9 @@
 //! Cost of every codec on a real model: bytes, nats, KL of the logits, error of stored pages, time to attend.
 //!
-//! `cargo run --release -p pikv-examples --bin quality [-- --gguf FILE] [--tokens N] [--row NAME]... [--csv FILE] [--codes]`
+//! `cargo run --release -p pikv-examples --bin quality [-- --gguf FILE] [--tokens N] [--window N] [--row NAME]... [--csv FILE] [--codes]`
 //!
 //! Without `--gguf` it runs the MoE of `examples/models` over a novel outside its training data, in windows of 2048 bytes; with it any
-//! dense Llama, in windows of 1024 tokens. Maps are fitted on a later part of the text than the evaluated one. Prints one table, of all
+//! dense Llama, in windows of 1024 tokens; `--window` has other ones. Maps are fitted on a later part of the text than the evaluated one. Prints one table, of all
 //! rows or of those with the names or ids given; a run over all rows writes `benches/results/quality.csv` (`quality-llama.csv` for a GGUF)
 //! and a plot beside it.
 //!
@@ -34,7 +34,7 @@ use timed::Timed;
 const RING: usize = 128;
 const SINKS: u32 = 4;
 
-const HELP: &str = "options: --gguf FILE, --tokens N (a multiple of the window), --row NAME or id (as often as you like), --csv FILE, --codes";
+const HELP: &str = "options: --gguf FILE, --tokens N (a multiple of the window), --window N, --row NAME or id (as often as you like), --csv FILE, --codes";
 
 /// Results of one row.
 struct Outcome {
@@ -47,8 +47,11 @@ struct Outcome {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let Arguments { gguf, tokens, only, csv, codes } = arguments()?;
+    let Arguments { gguf, tokens, window, only, csv, codes } = arguments()?;
     let mut subject = Subject::load(gguf.as_deref())?;
+    if let Some(window) = window {
+        subject.set_window(window)?;
+    }
     let ids = subject.tokens()?;
     let window = subject.window();
     let tokens = tokens.unwrap_or(if gguf.is_some() { 8 * window } else { 16 * window });
@@ -191,14 +194,15 @@ fn few_bits(
         bar.set_message(row.name.clone());
         let o = evaluate(subject, row, ids, &logits, &bar)?.0;
         let (plain, delta) = (codes::plain_bytes(subject, window), o.nats - reference.nats);
+        let bytes = row.rounded.map_or(o.bytes, |_| (plain as f64 / o.ratio).round() as u64);
         let Row { name, k, v, ring, .. } = row;
         let experts = if row.by_expert { subject.experts.0 } else { 1 };
         let line = format!(
             "{},{tokens},{window},{experts},{ring},{SINKS},\"{name}\",{k},{v},{:.4},{},{plain},{:.4},{:.6},{delta:.6},{:.4},{:.3e}",
             subject.name(),
             o.ratio,
-            o.bytes,
-            plain as f64 / o.bytes as f64,
+            bytes,
+            plain as f64 / bytes as f64,
             o.nats,
             100.0 * delta.exp_m1(),
             o.kl,
@@ -250,7 +254,7 @@ fn evaluate(
     bar: &ProgressBar,
 ) -> Result<(Outcome, Vec<f32>), Box<dyn Error>> {
     subject.keys(row.keys);
-    let mut cache = Timed::new(timed::paged(subject, row, SINKS)?, row.by_expert);
+    let mut cache = Timed::new(timed::paged(subject, row, SINKS)?, row);
     let (vocab, mut all, mut logits) = (subject.vocab(), Vec::new(), Vec::new());
     let (mut loss, mut kl, mut at) = (0.0, 0.0, 0);
     let (mut bytes, mut kept, mut packed) = (0, 1.0, f64::NAN);
@@ -300,13 +304,15 @@ fn divergence(p: &[f32], q: &[f32]) -> f64 {
 struct Arguments {
     gguf: Option<PathBuf>,
     tokens: Option<usize>,
+    window: Option<usize>,
     only: Vec<String>,
     csv: Option<PathBuf>,
     codes: bool,
 }
 
 fn arguments() -> Result<Arguments, Box<dyn Error>> {
-    let mut parsed = Arguments { gguf: None, tokens: None, only: Vec::new(), csv: None, codes: false };
+    let mut parsed =
+        Arguments { gguf: None, tokens: None, window: None, only: Vec::new(), csv: None, codes: false };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
         let mut value = || arguments.next().ok_or_else(|| format!("{name}: without a value; {HELP}"));
@@ -315,9 +321,10 @@ fn arguments() -> Result<Arguments, Box<dyn Error>> {
             "--codes" => parsed.codes = true,
             "--row" => parsed.only.push(value()?),
             "--csv" => parsed.csv = Some(PathBuf::from(value()?)),
-            "--tokens" => {
+            "--tokens" | "--window" => {
                 let n = value()?;
-                parsed.tokens = Some(n.parse().map_err(|e| format!("--tokens {n}: {e}; {HELP}"))?);
+                let n = Some(n.parse().map_err(|e| format!("{name} {n}: {e}; {HELP}"))?);
+                *(if name == "--tokens" { &mut parsed.tokens } else { &mut parsed.window }) = n;
             }
             _ => return Err(format!("{name}: unknown; {HELP}").into()),
         }

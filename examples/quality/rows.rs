@@ -10,6 +10,7 @@ use pikv::codec::{
 use pikv::policy::{Budget, Chunks, Eviction, PyramidKv, SnapKv, fast_v};
 use pikv::{CacheConfig, Dtype};
 use pikv_engine::common::cache::Keys;
+use pikv_engine::llama::rounding::Rounding;
 use pikv_engine::measure::subject::Subject;
 use std::error::Error;
 
@@ -34,6 +35,8 @@ pub struct Row {
     pub age: Option<(u32, Codec)>,
     /// Layers that drop tokens, and how.
     pub drops: Vec<(usize, Eviction)>,
+    /// Forms of llama.cpp that K and V are rounded to before they are stored.
+    pub rounded: Option<[Rounding; 2]>,
     /// Tokens of a prefill step, and of the ring.
     pub ring: usize,
     /// Whether tokens are filed by the expert that the model chose; if not, all under one.
@@ -64,6 +67,7 @@ impl Row {
             codecs,
             age: None,
             drops: vec![],
+            rounded: None,
             ring: crate::RING,
             by_expert: true,
         }
@@ -89,6 +93,10 @@ impl Row {
     /// bf16 bytes over packed bytes of a token, at any age.
     pub fn ratio(&self, subject: &Subject) -> f64 {
         let dim = subject.head_dim as u32;
+        if let Some(forms) = self.rounded {
+            let bytes: usize = forms.iter().map(|form| form.bytes(dim as usize)).sum();
+            return f64::from(2 * 2 * dim) / bytes as f64;
+        }
         let heads = self.codecs.iter().flatten();
         let shares: Vec<f64> = heads.map(|codec| 1.0 / codec.ratio(dim, dim)).collect();
         match shares.len() {

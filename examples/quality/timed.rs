@@ -3,6 +3,7 @@
 use crate::rows::Row;
 use pikv::{Cache, CacheConfig};
 use pikv_engine::common::cache::{Cache as AnyCache, Step as AnyStep};
+use pikv_engine::llama::rounding::Rounding;
 use pikv_engine::measure::results::cpu_time;
 use pikv_engine::measure::subject::Subject;
 use pikv_engine::moe::paged::Paged;
@@ -26,11 +27,13 @@ pub struct Timed {
     time: Duration,
     /// Whether tokens are filed by expert.
     by_expert: bool,
+    /// [`Row::rounded`]
+    rounded: Option<[Rounding; 2]>,
 }
 
 impl Timed {
-    pub fn new(paged: Paged, by_expert: bool) -> Timed {
-        Timed { paged, time: Duration::ZERO, by_expert }
+    pub fn new(paged: Paged, row: &Row) -> Timed {
+        Timed { paged, time: Duration::ZERO, by_expert: row.by_expert, rounded: row.rounded }
     }
 
     pub fn time(&self) -> Duration {
@@ -76,15 +79,21 @@ impl Timed {
     }
 }
 
-/// A step, its time, and whether its tokens are filed by expert.
-pub struct TimedStep<'a>(<Paged as AnyCache>::Step<'a>, &'a mut Duration, bool);
+/// A step, and what [`Timed`] says of it.
+pub struct TimedStep<'a> {
+    step: <Paged as AnyCache>::Step<'a>,
+    time: &'a mut Duration,
+    by_expert: bool,
+    rounded: Option<[Rounding; 2]>,
+}
 
 impl AnyCache for Timed {
     type Error = pikv::Error;
     type Step<'a> = TimedStep<'a>;
 
     fn begin(&mut self, n: usize) -> std::result::Result<TimedStep<'_>, pikv::Error> {
-        Ok(TimedStep(self.paged.begin(n)?, &mut self.time, self.by_expert))
+        let Timed { paged, time, by_expert, rounded } = self;
+        Ok(TimedStep { step: paged.begin(n)?, time, by_expert: *by_expert, rounded: *rounded })
     }
 
     fn len(&self) -> usize {
@@ -107,17 +116,23 @@ impl AnyStep for TimedStep<'_> {
         v: &[f32],
         out: &mut [f32],
     ) -> std::result::Result<(), pikv::Error> {
+        let rounded = self.rounded.map(|forms| {
+            let mut both = [k.to_vec(), v.to_vec()];
+            both.iter_mut().zip(forms).for_each(|(values, form)| form.round(values));
+            both
+        });
+        let (k, v) = rounded.as_ref().map_or((k, v), |[k, v]| (k, v));
         let start = cpu_time();
-        let result = self.0.layer(layer, q, k, v, out);
-        *self.1 += cpu_time() - start;
+        let result = self.step.layer(layer, q, k, v, out);
+        *self.time += cpu_time() - start;
         result
     }
 
     fn experts(&mut self, layer: usize, experts: &[u16]) -> std::result::Result<(), pikv::Error> {
-        if self.2 { self.0.experts(layer, experts) } else { Ok(()) }
+        if self.by_expert { self.step.experts(layer, experts) } else { Ok(()) }
     }
 
     fn commit(self) -> std::result::Result<(), pikv::Error> {
-        self.0.commit()
+        self.step.commit()
     }
 }

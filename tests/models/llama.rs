@@ -3,7 +3,7 @@
 use pikv::{Cache, CacheConfig, Dtype, LayerShape, Rope};
 use pikv_engine::common::cache::{Cache as _, Keys};
 use pikv_engine::common::sample::{SplitMix, nats};
-use pikv_engine::llama::{gguf::Gguf, model::Model, tokenizer::Tokenizer};
+use pikv_engine::llama::{gguf::Gguf, model::Model, rounding::Rounding, tokenizer::Tokenizer};
 use pikv_engine::moe::{paged::Paged, plain::PlainCache};
 use pikv_test::gguf_writer::Writer;
 use std::path::Path;
@@ -464,4 +464,27 @@ fn a_real_file_gives_known_tokens_and_losses() {
     }
     let mean = losses.iter().sum::<f64>() / losses.len() as f64;
     assert!((mean - MEAN).abs() < 1e-4, "{mean}, {MEAN}");
+}
+
+/// The ramp from -8 to 23: its largest magnitude is the scale times 127, -16 or -8.
+#[test]
+fn values_are_rounded_as_the_caches_of_llama_cpp_do() {
+    let ramp: [f32; 32] = std::array::from_fn(|i| i as f32 - 8.0);
+    for (rounding, scale) in
+        [(Rounding::Q8_0, 23.0 / 127.0), (Rounding::Q5_0, -23.0 / 16.0), (Rounding::Q4_0, -23.0 / 8.0)]
+    {
+        let mut block = ramp;
+        rounding.round(&mut block);
+        let stored = half::f16::from_f32(scale).to_f32();
+        for (x, y) in ramp.iter().zip(block) {
+            let integer = y / stored;
+            assert_eq!(integer, integer.round(), "{rounding:?}: {x} is read as {y}");
+            assert!((x - y).abs() <= 0.51 * scale.abs(), "{rounding:?}: {x} is read as {y}");
+        }
+        assert!((block[31] - 23.0).abs() < 0.02, "{rounding:?}: the largest is {}", block[31]);
+    }
+    let mut zeros = [0.0; 32];
+    Rounding::Q5_0.round(&mut zeros);
+    assert_eq!(zeros, [0.0; 32]);
+    assert_eq!([Rounding::Q8_0, Rounding::Q5_0, Rounding::Q4_0].map(|r| r.bytes(64)), [68, 44, 36]);
 }

@@ -18,7 +18,7 @@ const TOKENS: usize = 2048;
 const LENGTHS: [usize; 4] = [256, 512, 1024, 2048];
 const LONG: [u32; 4] = [4 << 10, 16 << 10, 64 << 10, 128 << 10];
 /// Lengths of the stream, in tokens.
-const STREAM: [u32; 3] = [4 << 10, 8 << 10, 16 << 10];
+const STREAM: [u32; 5] = [4 << 10, 8 << 10, 16 << 10, 64 << 10, 128 << 10];
 const SAMPLES: usize = 9;
 
 pub fn run(subject: &mut Subject, ids: &[u32]) -> Result<()> {

@@ -23,6 +23,7 @@ pub struct Subject {
     pub head_dim: usize,
     pub experts: (u32, u32),
     pub rope: Rope,
+    window: usize,
 }
 
 impl Subject {
@@ -42,6 +43,7 @@ impl Subject {
                 head_dim: c.head_dim,
                 experts: (c.experts as u32, c.top_k as u32),
                 rope,
+                window: 2048,
             });
         };
         let gguf = Gguf::open(path)?;
@@ -59,6 +61,7 @@ impl Subject {
             head_dim: c.head_dim,
             experts: (1, 1),
             rope,
+            window: 1024,
         })
     }
 
@@ -77,7 +80,23 @@ impl Subject {
 
     /// Tokens of a window, each with an empty cache.
     pub fn window(&self) -> usize {
-        if matches!(self.kind, Kind::Moe(_)) { 2048 } else { 1024 }
+        self.window
+    }
+
+    /// Other windows than the 2,048 tokens of the MoE and the 1,024 of a Llama.
+    ///
+    /// # Errors
+    /// 0, or more tokens than the model was trained for.
+    pub fn set_window(&mut self, tokens: usize) -> Result<()> {
+        let most = match &self.kind {
+            Kind::Moe(_) => 2048,
+            Kind::Llama(model, _) => model.config().context,
+        };
+        if tokens == 0 || tokens > most {
+            return Err(format!("a window of {tokens} tokens: 1 to {most}").into());
+        }
+        self.window = tokens;
+        Ok(())
     }
 
     pub fn vocab(&self) -> usize {
