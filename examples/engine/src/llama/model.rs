@@ -205,7 +205,36 @@ impl Model {
         cache: &mut C,
         logits: &mut Vec<f32>,
     ) -> std::result::Result<(), C::Error> {
-        let (c, by) = (&self.config, Products { threads: self.parallelism, rows: self.rows });
+        *logits = self.logits(&self.hidden(tokens, cache)?);
+        Ok(())
+    }
+
+    /// As [`forward`](Self::forward), with the logits after the last token alone, `[vocab]`.
+    ///
+    /// # Panics
+    /// If a token is not below `vocab`.
+    pub fn forward_last<C: Cache>(
+        &self,
+        tokens: &[u32],
+        cache: &mut C,
+        logits: &mut Vec<f32>,
+    ) -> std::result::Result<(), C::Error> {
+        let x = self.hidden(tokens, cache)?;
+        *logits = self.logits(&x[x.len() - self.config.hidden..]);
+        Ok(())
+    }
+
+    fn products(&self) -> Products {
+        Products { threads: self.parallelism, rows: self.rows }
+    }
+
+    fn logits(&self, x: &[f32]) -> Vec<f32> {
+        self.head.mul(&rms_norm(x, &self.norm, self.config.rms_eps), self.products())
+    }
+
+    /// What the last layer gives, `[n][hidden]`.
+    fn hidden<C: Cache>(&self, tokens: &[u32], cache: &mut C) -> std::result::Result<Vec<f32>, C::Error> {
+        let (c, by) = (&self.config, self.products());
         let (q, kv) = (c.query_heads * c.head_dim, c.kv_heads * c.head_dim);
         let embed = |&token: &u32| &self.embed[token as usize * c.hidden..][..c.hidden];
         let mut x = tokens.iter().flat_map(embed).copied().collect::<Vec<f32>>();
@@ -226,8 +255,7 @@ impl Model {
             add(&mut x, &layer.down.mul(&swiglu(&layer.gate_up.mul(&h, by), c.ffn), by), 1.0);
         }
         step.commit()?;
-        *logits = self.head.mul(&rms_norm(&x, &self.norm, c.rms_eps), by);
-        Ok(())
+        Ok(x)
     }
 }
 

@@ -22,6 +22,8 @@ pub struct Subject {
     pub kv_heads: usize,
     pub head_dim: usize,
     pub experts: (u32, u32),
+    /// Most tokens that the model was trained for.
+    pub context: usize,
     pub rope: Rope,
 }
 
@@ -41,6 +43,7 @@ impl Subject {
                 kv_heads: c.kv_heads,
                 head_dim: c.head_dim,
                 experts: (c.experts as u32, c.top_k as u32),
+                context: c.context,
                 rope,
             });
         };
@@ -58,6 +61,7 @@ impl Subject {
             kv_heads: c.kv_heads,
             head_dim: c.head_dim,
             experts: (1, 1),
+            context: c.context,
             rope,
         })
     }
@@ -102,6 +106,18 @@ impl Subject {
                 model.forward(&bytes, cache, logits)?;
             }
             Kind::Llama(model, _) => model.forward(ids, cache, logits)?,
+        }
+        Ok(())
+    }
+
+    /// As [`forward`](Self::forward), with the logits after the last token alone.
+    pub fn forward_last<C: AnyCache>(&self, ids: &[u32], cache: &mut C, logits: &mut Vec<f32>) -> Result<()> {
+        match &self.kind {
+            Kind::Moe(model) => {
+                let bytes: Vec<u8> = ids.iter().map(|id| *id as u8).collect();
+                model.forward_last(&bytes, cache, logits)?;
+            }
+            Kind::Llama(model, _) => model.forward_last(ids, cache, logits)?,
         }
         Ok(())
     }
