@@ -1,9 +1,11 @@
 //! The example engines as one of the engines of `benches/decode/run`, which says what the requests are. `cargo run --release
-//! -p pikv-examples --bin speed [-- GGUF]`: without a file it runs the MoE of this repository. Keys and values are in bf16.
+//! -p pikv-examples --bin speed [-- GGUF stored|f32]`: without a file it runs the MoE of this repository; with one, its matrices stay in
+//! the blocks of the file or are widened to f32. Keys and values are in bf16.
 
 use pikv::{Cache, CacheConfig, Dtype, Error, Sequence};
 use pikv_engine::common::cache::{Cache as AnyCache, Keys, Step as AnyStep};
 use pikv_engine::common::sample::nats;
+use pikv_engine::llama::tensors::Weights;
 use pikv_engine::measure::{rows, subject::Subject};
 use pikv_engine::moe::paged::{Paged, Step};
 use std::io::Write;
@@ -89,8 +91,8 @@ struct Engine {
 }
 
 impl Engine {
-    fn load(gguf: Option<&Path>) -> Result<Engine> {
-        let subject = Subject::load(gguf)?;
+    fn load(gguf: Option<&Path>, weights: Weights) -> Result<Engine> {
+        let subject = Subject::load_as(gguf, weights)?;
         let layers = vec![subject.layer(Dtype::Bf16, Keys::Rotated); subject.layers];
         let (experts, top_k) = subject.experts;
         let config = CacheConfig::new(layers, 4 << 30).ring(CHUNK as u32).experts(experts, top_k);
@@ -150,6 +152,10 @@ impl Engine {
                 let tokens = self.text.get(..n.parse()?).ok_or("the text is shorter")?;
                 Ok(tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(" "))
             }
+            ["take", ref ids @ ..] => {
+                self.text = ids.iter().map(|id| id.parse()).collect::<std::result::Result<_, _>>()?;
+                Ok("ok".into())
+            }
             ["hold", n] => self.hold(n.parse()?).map(|()| "ok".into()),
             ["nats", n] => self.nats(n.parse()?),
             ["prompt", n, threads] => self.timed(n.parse()?, CHUNK, threads),
@@ -160,8 +166,14 @@ impl Engine {
 }
 
 fn main() -> Result<()> {
-    let gguf = std::env::args().nth(1);
-    let mut engine = Engine::load(gguf.as_deref().map(Path::new))?;
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let (gguf, weights) = match &arguments[..] {
+        [] => (None, Weights::F32),
+        [gguf, weights] if weights == "stored" => (Some(gguf), Weights::Stored),
+        [gguf, weights] if weights == "f32" => (Some(gguf), Weights::F32),
+        _ => return Err("the arguments are a GGUF file, and stored or f32".into()),
+    };
+    let mut engine = Engine::load(gguf.map(Path::new), weights)?;
     let subject = &engine.subject;
     println!("pikv {}|{}|{}|{}", env!("CARGO_PKG_VERSION"), rows::name(), subject.name(), subject.context);
     for line in std::io::stdin().lines() {

@@ -3,4 +3,5 @@
 pub mod gguf;
 pub mod model;
 pub mod quant;
+pub mod tensors;
 pub mod tokenizer;

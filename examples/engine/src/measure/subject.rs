@@ -1,7 +1,7 @@
 //! A model to measure: the MoE of this repository or a Llama from a GGUF file, behind one interface.
 
 use crate::common::cache::{Cache as AnyCache, Keys};
-use crate::llama::{gguf::Gguf, model::Model as Llama, tokenizer::Tokenizer};
+use crate::llama::{gguf::Gguf, model::Model as Llama, tensors::Weights, tokenizer::Tokenizer};
 use crate::moe::model::Model as Moe;
 use pikv::{Dtype, LayerShape, Rope};
 use std::error::Error;
@@ -28,7 +28,13 @@ pub struct Subject {
 }
 
 impl Subject {
+    /// The model of a file, or the MoE, with weights in f32.
     pub fn load(gguf: Option<&Path>) -> Result<Subject> {
+        Self::load_as(gguf, Weights::F32)
+    }
+
+    /// As [`load`](Self::load), with the matrices of a file as `weights` says.
+    pub fn load_as(gguf: Option<&Path>, weights: Weights) -> Result<Subject> {
         let threads = gemm_common::Parallelism::Rayon(0);
         let Some(path) = gguf else {
             let mut model = Moe::load(&crate::example("models/austen-moe"))?;
@@ -49,7 +55,7 @@ impl Subject {
         };
         let gguf = Gguf::open(path)?;
         let tokenizer = Tokenizer::new(&gguf)?;
-        let mut model = Llama::load(&gguf)?;
+        let mut model = Llama::load_as(&gguf, weights)?;
         model.parallelism = threads;
         let (c, rope) = (model.config().clone(), model.rope()?);
         let name = path.file_stem().map_or_else(String::new, |s| s.to_string_lossy().replace(',', " "));
