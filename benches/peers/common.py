@@ -4,12 +4,16 @@ A peer is a process that answers a line with a line. `setup DTYPE CONTEXT` build
 answers `ok BYTES ERROR`, or `no REASON`. `sample DTYPE CONTEXT THREADS` answers the seconds of a call.
 """
 
+import pathlib
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from processes import Missing, answer
 
 QUERY_HEADS, KV_HEADS, DIM = 32, 8, 128
 GROUP = QUERY_HEADS // KV_HEADS
@@ -20,10 +24,6 @@ CHECKED = [*range(GROUP), *range(QUERY_HEADS - GROUP, QUERY_HEADS)]
 # token by token, and PyTorch's matmul leaves logits in bf16, where those near 8 are off by 1/64.
 TOLERANCE = {"f32": 1e-4, "f16": 6e-2, "bf16": 6e-2, "q8_0": 3e-2, "q4_0": 3e-2}
 SAMPLE_SECONDS = 0.03
-
-
-class Missing(Exception):
-    """The peer has no such form."""
 
 
 @dataclass
@@ -64,20 +64,13 @@ def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 def serve(version: str, build: Callable[[str, np.ndarray, np.ndarray, np.ndarray], Built]) -> None:
     """Answers requests until the input ends. `build` gets the dtype, q [QUERY_HEADS, DIM], and k and v [tokens, KV_HEADS, DIM]."""
-    print(version, flush=True)
     built: dict[tuple[str, str], Built] = {}
-    for line in sys.stdin:
-        match line.split():
-            case ["setup", dtype, context]:
-                try:
-                    built[dtype, context], error = setup(dtype, int(context), build)
-                    print(f"ok {built[dtype, context].bytes} {error:e}", flush=True)
-                except Missing as missing:
-                    print(f"no {missing}", flush=True)
-            case ["sample", dtype, context, threads]:
-                print(f"{sample(built[dtype, context], int(threads)):e}", flush=True)
-            case _:
-                raise ValueError(f"not a request: {line}")
+
+    def prepare(dtype, context):
+        built[dtype, context], error = setup(dtype, int(context), build)
+        return f"ok {built[dtype, context].bytes} {error:e}"
+
+    answer(version, {"setup": prepare, "sample": lambda dtype, context, threads: f"{sample(built[dtype, context], int(threads)):e}"})
 
 
 def setup(dtype: str, context: int, build) -> tuple[Built, float]:

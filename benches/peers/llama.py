@@ -5,13 +5,12 @@ The argument is the layout of keys and values: `tokens` (llama.cpp's own cache: 
 
 import ctypes as c
 import importlib.metadata
-import importlib.util
-import pathlib
 import sys
 
 import numpy as np
 
 from common import DIM, KV_HEADS, QUERY_HEADS, SCALE, Built, bf16, serve
+from processes import llama_library
 
 TOKENS = sys.argv[1] == "tokens"
 # ggml's numbers of its types, the values of a block and its bytes.
@@ -22,32 +21,21 @@ class InitParams(c.Structure):
     _fields_ = [("mem_size", c.c_size_t), ("mem_buffer", c.c_void_p), ("no_alloc", c.c_bool)]
 
 
-def library() -> c.CDLL:
-    """Found, not imported: the import would load models' code as well."""
-    package = importlib.util.find_spec("xllamacpp").submodule_search_locations[0]
-    lib = c.CDLL(str(next(pathlib.Path(package).glob("xllamacpp*.so"))))
-    p, i64, size = c.c_void_p, c.c_int64, c.c_size_t
-    signatures = {
-        "ggml_init": (p, [InitParams]),
-        "ggml_new_tensor_3d": (p, [p, c.c_int, i64, i64, i64]),
-        "ggml_permute": (p, [p, p, c.c_int, c.c_int, c.c_int, c.c_int]),
-        "ggml_get_data": (p, [p]),
-        "ggml_nbytes": (size, [p]),
-        "ggml_quantize_chunk": (size, [c.c_int, p, p, i64, i64, i64, p]),
-        "ggml_flash_attn_ext": (p, [p, p, p, p, p, c.c_float, c.c_float, c.c_float]),
-        "ggml_new_graph": (p, [p]),
-        "ggml_build_forward_expand": (None, [p, p]),
-        "ggml_backend_cpu_init": (p, []),
-        "ggml_backend_cpu_set_n_threads": (None, [p, c.c_int]),
-        "ggml_backend_graph_compute": (c.c_int, [p, p]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
-    return lib
-
-
-LIB = library()
+P, I64, SIZE = c.c_void_p, c.c_int64, c.c_size_t
+LIB = llama_library({
+    "ggml_init": (P, [InitParams]),
+    "ggml_new_tensor_3d": (P, [P, c.c_int, I64, I64, I64]),
+    "ggml_permute": (P, [P, P, c.c_int, c.c_int, c.c_int, c.c_int]),
+    "ggml_get_data": (P, [P]),
+    "ggml_nbytes": (SIZE, [P]),
+    "ggml_quantize_chunk": (SIZE, [c.c_int, P, P, I64, I64, I64, P]),
+    "ggml_flash_attn_ext": (P, [P, P, P, P, P, c.c_float, c.c_float, c.c_float]),
+    "ggml_new_graph": (P, [P]),
+    "ggml_build_forward_expand": (None, [P, P]),
+    "ggml_backend_cpu_init": (P, []),
+    "ggml_backend_cpu_set_n_threads": (None, [P, c.c_int]),
+    "ggml_backend_graph_compute": (c.c_int, [P, P]),
+})
 BACKEND = LIB.ggml_backend_cpu_init()
 
 

@@ -1,9 +1,13 @@
 //! The examples' Llama and its tokenizer: compared with other implementations, over the plain cache and over pikv.
 
 use pikv::{Cache, CacheConfig, Dtype, LayerShape, Rope};
+use pikv_engine::Parallelism;
+use pikv_engine::common::blocks::ROWS;
 use pikv_engine::common::cache::{Cache as _, Keys};
 use pikv_engine::common::sample::{SplitMix, nats};
-use pikv_engine::llama::{gguf::Gguf, model::Model, rounding::Rounding, tokenizer::Tokenizer};
+use pikv_engine::llama::{
+    gguf::Gguf, model::Model, rounding::Rounding, tensors::Weights, tokenizer::Tokenizer,
+};
 use pikv_engine::moe::{paged::Paged, plain::PlainCache};
 use pikv_test::gguf_writer::Writer;
 use std::path::Path;
@@ -121,8 +125,8 @@ fn broken_vocabularies_are_refused_by_name() {
 
 const LAYERS: usize = 2;
 const VOCAB: usize = 50;
-const HIDDEN: usize = 24;
-const FFN: usize = 40;
+const HIDDEN: usize = 32;
+const FFN: usize = 64;
 const HEADS: usize = 6;
 const KV_HEADS: usize = 2;
 const HEAD_DIM: usize = 8;
@@ -277,6 +281,53 @@ fn a_llama_is_the_same_over_both_caches_and_in_float64() {
     assert_eq!(all.len(), 100 * VOCAB);
 }
 
+/// The file with its matrices in Q4_1 or Q8_0, where their rows are whole blocks.
+fn in_blocks(file: &Writer) -> Writer {
+    let (mut file, mut random) = (file.clone(), SplitMix(11));
+    for (name, dims, form, data) in &mut file.tensors {
+        if dims.len() < 2 || !dims[0].is_multiple_of(32) {
+            continue;
+        }
+        let four = name.contains("ffn") || name.contains("attn_k");
+        let scales: &[f32] = if four { &[0.08, -0.6] } else { &[0.005] };
+        let scales: Vec<u8> = scales.iter().flat_map(|x| half::f16::from_f32(*x).to_le_bytes()).collect();
+        *form = if four { 3 } else { 8 };
+        data.clear();
+        for _ in 0..dims.iter().product::<u64>() / 32 {
+            data.extend_from_slice(&scales);
+            data.extend((0..if four { 16 } else { 32 }).map(|_| random.next() as u8));
+        }
+    }
+    file
+}
+
+#[test]
+fn a_llama_whose_weights_stay_in_blocks_has_the_same_logits() {
+    let gguf = read(&in_blocks(&llama()));
+    let (wide, mut stored) = (Model::load(&gguf).unwrap(), Model::load_as(&gguf, Weights::Stored).unwrap());
+    let mut random = SplitMix(3);
+    let tokens: Vec<u32> = (0..40).map(|_| (random.next() % VOCAB as u64) as u32).collect();
+    let mut caches = [(); 3].map(|()| PlainCache::new(LAYERS, KV_HEADS, HEAD_DIM));
+    let (mut a, mut b, mut c) = (Vec::new(), Vec::new(), Vec::new());
+    // Many rows are multiplied in f32, a few from their blocks.
+    for n in [30, 1, 4, 1, 3, 1] {
+        let part = &tokens[caches[0].len()..][..n];
+        wide.forward(part, &mut caches[0], &mut a).unwrap();
+        stored.parallelism = Parallelism::None;
+        stored.forward(part, &mut caches[1], &mut b).unwrap();
+        stored.parallelism = Parallelism::Rayon(0);
+        stored.forward_last(part, &mut caches[2], &mut c).unwrap();
+        let off = largest_difference(&a, b.iter().map(|b| f64::from(*b)));
+        assert!(off < 1e-4, "{n} rows: {off}");
+        // The logits of one row come from blocks, those of many do not.
+        let off = largest_difference(&c, b[(n - 1) * VOCAB..].iter().map(|b| f64::from(*b)));
+        assert!(
+            off < if n > ROWS { 1e-5 } else { f64::MIN_POSITIVE },
+            "{n} rows, the last, with threads: {off}"
+        );
+    }
+}
+
 #[test]
 fn a_head_of_its_own_and_scaled_frequencies_are_used() {
     let logits = |file: &Writer| {
@@ -382,7 +433,7 @@ fn broken_models_are_refused_by_name() {
         &|f| {
             f.whole("llama.embedding_length", 16);
         },
-        "dimensions [24, 48], must be [16, 48]",
+        "dimensions [32, 48], must be [16, 48]",
     );
     refused(
         &|f| {

@@ -1,7 +1,9 @@
 //! Layers shared by the models, in f32.
 
+use super::blocks::{self, Blocks};
 use gemm_common::Parallelism;
 use rayon::prelude::*;
+use std::cell::RefCell;
 use std::num::NonZeroUsize;
 
 /// Options of matrix products.
@@ -14,11 +16,22 @@ pub struct Products {
     pub rows: Option<NonZeroUsize>,
 }
 
-/// `[inputs][outputs]`: the transpose of a checkpoint's `[outputs][inputs]`, with contiguous outputs.
+/// Weights of a linear layer.
 pub struct Matrix {
     inputs: usize,
     outputs: usize,
-    weights: Vec<f32>,
+    weights: Weights,
+}
+
+enum Weights {
+    /// `[inputs][outputs]`: the transpose of a checkpoint's `[outputs][inputs]`, with contiguous outputs.
+    F32(Vec<f32>),
+    Blocks(Blocks),
+}
+
+thread_local! {
+    /// Widened blocks, kept from product to product.
+    static WIDENED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
 impl Matrix {
@@ -39,7 +52,12 @@ impl Matrix {
                 first += n;
             }
         }
-        Self { inputs, outputs, weights }
+        Self { inputs, outputs, weights: Weights::F32(weights) }
+    }
+
+    /// A matrix whose weights stay in blocks.
+    pub fn of_blocks(inputs: usize, blocks: Blocks) -> Self {
+        Self { inputs, outputs: blocks.outputs(), weights: Weights::Blocks(blocks) }
     }
 
     /// `x`: `[n][inputs]`; returns `[n][outputs]`.
@@ -76,16 +94,56 @@ impl Matrix {
     }
 
     fn mul_into(&self, x: &[f32], y: &mut [f32], threads: Parallelism) {
+        match &self.weights {
+            Weights::F32(weights) => self.gemm(weights, (self.outputs, 1), x, y, threads),
+            Weights::Blocks(blocks) => {
+                let several = matches!(threads, Parallelism::Rayon(_));
+                if x.len() <= blocks::ROWS * self.inputs {
+                    return blocks.mul(x, y, several);
+                }
+                // While threads widen, this one may take another product's turn.
+                let mut widened = WIDENED.take();
+                blocks.widen(several, &mut widened);
+                self.gemm(&widened, (1, self.inputs), x, y, threads);
+                WIDENED.set(widened);
+            }
+        }
+    }
+
+    /// The product with f32 weights, which lie so many elements apart along inputs and along outputs.
+    fn gemm(&self, w: &[f32], apart: (usize, usize), x: &[f32], y: &mut [f32], threads: Parallelism) {
         let (k, m, n) = (self.inputs, self.outputs, x.len() / self.inputs);
-        assert!(x.len() == n * k && y.len() == n * m && self.weights.len() == k * m);
+        assert!(x.len() == n * k && y.len() == n * m && w.len() == k * m);
+        assert!((k - 1) * apart.0 + (m - 1) * apart.1 < w.len());
         // gemm's column-major (m × k)(k × n) = (m × n): the weights, x and y as they lie.
-        let (w, x, y_ptr) = (self.weights.as_ptr(), x.as_ptr(), y.as_mut_ptr());
+        let (w, x, y_ptr) = (w.as_ptr(), x.as_ptr(), y.as_mut_ptr());
         let (cols, k_cols) = (m as isize, k as isize);
+        let (along_inputs, along_outputs) = (apart.0 as isize, apart.1 as isize);
         // SAFETY: the asserted lengths cover all elements that dimensions and strides reach; y is borrowed exclusively.
         unsafe {
             let no = false;
             let gemm = gemm_f32::gemm::f32::get_gemm_fn();
-            gemm(m, n, k, y_ptr, cols, 1, no, w, cols, 1, x, k_cols, 1, 0.0, 1.0, no, no, no, threads);
+            gemm(
+                m,
+                n,
+                k,
+                y_ptr,
+                cols,
+                1,
+                no,
+                w,
+                along_inputs,
+                along_outputs,
+                x,
+                k_cols,
+                1,
+                0.0,
+                1.0,
+                no,
+                no,
+                no,
+                threads,
+            );
         }
     }
 }

@@ -216,11 +216,17 @@ impl Gguf {
 
     /// Values of a tensor; it must have these dimensions, the contiguous one first.
     pub fn tensor(&self, name: &str, dims: &[usize]) -> Result<Vec<f32>> {
+        let (kind, bytes) = self.stored(name, dims)?;
+        Ok(kind.to_f32(bytes))
+    }
+
+    /// Form and bytes of a tensor; it must have these dimensions, the contiguous one first.
+    pub fn stored(&self, name: &str, dims: &[usize]) -> Result<(Kind, &[u8])> {
         let tensor = self.tensors.get(name).ok_or_else(|| format!("tensor {name:?}: not in the file"))?;
         if tensor.dims != dims {
             return Err(format!("tensor {name:?}: dimensions {:?}, must be {dims:?}", tensor.dims).into());
         }
-        Ok(tensor.kind.to_f32(&self.bytes[tensor.at..][..tensor.len]))
+        Ok((tensor.kind, &self.bytes[tensor.at..][..tensor.len]))
     }
 }
 

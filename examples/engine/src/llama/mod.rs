@@ -4,4 +4,5 @@ pub mod gguf;
 pub mod model;
 pub mod quant;
 pub mod rounding;
+pub mod tensors;
 pub mod tokenizer;

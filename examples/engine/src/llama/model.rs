@@ -1,11 +1,11 @@
 //! The forward pass of a Llama from a GGUF file in f32, generic over the cache that holds its keys and values.
 
 use super::gguf::Gguf;
+use super::tensors::{Part, Tensors, Weights};
 use crate::common::cache::{Cache, Keys, Step};
 use crate::common::layers::{Matrix, Products, Rotation, add, frequencies, rms_norm, split_qkv, swiglu};
 use gemm_common::Parallelism;
 use pikv::Rope;
-use std::collections::BTreeSet;
 use std::error::Error;
 use std::num::NonZeroUsize;
 
@@ -127,49 +127,48 @@ const ROPE_FACTORS: &str = "rope_freqs.weight";
 impl Model {
     /// Dequantises all weights, once.
     pub fn load(gguf: &Gguf) -> Result<Self> {
+        Self::load_as(gguf, Weights::F32)
+    }
+
+    /// As [`load`](Self::load), with the matrices of products as `weights` says.
+    pub fn load_as(gguf: &Gguf, weights: Weights) -> Result<Self> {
         let config = Config::load(gguf)?;
         let &Config { vocab, hidden, ffn, head_dim, rotary_dim, .. } = &config;
         let (q, kv) = (config.query_heads * head_dim, config.kv_heads * head_dim);
-        let mut unread: BTreeSet<&str> = gguf.tensors().collect();
-        let mut tensor = |name: &str, dims: &[usize]| {
-            unread.remove(name);
-            gguf.tensor(name, dims)
-        };
+        let mut tensors = Tensors::new(gguf, weights);
         let mut layer = |l: usize| -> Result<Layer> {
-            let mut part = |name: &str, dims: &[usize]| tensor(&format!("blk.{l}.{name}.weight"), dims);
-            let queries = halves(&part("attn_q", &[hidden, q])?, hidden, head_dim, rotary_dim);
-            let keys = halves(&part("attn_k", &[hidden, kv])?, hidden, head_dim, rotary_dim);
-            let values = part("attn_v", &[hidden, kv])?;
-            let gate_up = [part("ffn_gate", &[hidden, ffn])?, part("ffn_up", &[hidden, ffn])?];
+            let name = |part: &str| format!("blk.{l}.{part}.weight");
+            let part = |part: &str, outputs| Part { name: name(part), outputs, turned: None };
+            let heads = |name, outputs| Part { turned: Some((head_dim, rotary_dim)), ..part(name, outputs) };
+            let qkv = [heads("attn_q", q), heads("attn_k", kv), part("attn_v", kv)];
+            let qkv = tensors.matrix(hidden, &qkv)?;
             Ok(Layer {
-                attention_norm: part("attn_norm", &[hidden])?,
-                qkv: Matrix::new(hidden, &[queries, keys, values]),
-                o: Matrix::new(q, &[part("attn_output", &[q, hidden])?]),
-                ffn_norm: part("ffn_norm", &[hidden])?,
-                gate_up: Matrix::new(hidden, &gate_up),
-                down: Matrix::new(ffn, &[part("ffn_down", &[ffn, hidden])?]),
+                attention_norm: tensors.values(&name("attn_norm"), &[hidden])?,
+                qkv,
+                o: tensors.matrix(q, &[part("attn_output", hidden)])?,
+                ffn_norm: tensors.values(&name("ffn_norm"), &[hidden])?,
+                gate_up: tensors.matrix(hidden, &[part("ffn_gate", ffn), part("ffn_up", ffn)])?,
+                down: tensors.matrix(ffn, &[part("ffn_down", hidden)])?,
             })
         };
         let layers = (0..config.layers).map(&mut layer).collect::<Result<_>>()?;
         let mut frequencies = frequencies(config.rope_theta, rotary_dim);
         let frequencies_scaled = gguf.dims(ROPE_FACTORS).is_some();
         if frequencies_scaled {
-            let factors = tensor(ROPE_FACTORS, &[rotary_dim / 2])?;
+            let factors = tensors.values(ROPE_FACTORS, &[rotary_dim / 2])?;
             frequencies.iter_mut().zip(factors).for_each(|(f, factor)| *f /= f64::from(factor));
         }
-        let embed = tensor(EMBED, &[hidden, vocab])?;
+        let embed = tensors.values(EMBED, &[hidden, vocab])?;
         // Without an output head, logits are products with the embeddings.
-        let tied = gguf.dims(HEAD).is_none();
-        let head = if tied { embed.clone() } else { tensor(HEAD, &[hidden, vocab])? };
-        let norm = tensor("output_norm.weight", &[hidden])?;
-        if let Some(name) = unread.first() {
-            return Err(format!("tensor {name:?}: no part of a Llama that is run here").into());
-        }
+        let head = if gguf.dims(HEAD).is_none() { EMBED } else { HEAD };
+        let head = tensors.matrix(hidden, &[Part { name: head.into(), outputs: vocab, turned: None }])?;
+        let norm = tensors.values("output_norm.weight", &[hidden])?;
+        tensors.done()?;
         Ok(Self {
             embed,
             layers,
             norm,
-            head: Matrix::new(hidden, &[head]),
+            head,
             frequencies,
             frequencies_scaled,
             parallelism: Parallelism::None,
@@ -205,7 +204,36 @@ impl Model {
         cache: &mut C,
         logits: &mut Vec<f32>,
     ) -> std::result::Result<(), C::Error> {
-        let (c, by) = (&self.config, Products { threads: self.parallelism, rows: self.rows });
+        *logits = self.logits(&self.hidden(tokens, cache)?);
+        Ok(())
+    }
+
+    /// As [`forward`](Self::forward), with the logits after the last token alone, `[vocab]`.
+    ///
+    /// # Panics
+    /// If a token is not below `vocab`.
+    pub fn forward_last<C: Cache>(
+        &self,
+        tokens: &[u32],
+        cache: &mut C,
+        logits: &mut Vec<f32>,
+    ) -> std::result::Result<(), C::Error> {
+        let x = self.hidden(tokens, cache)?;
+        *logits = self.logits(&x[x.len() - self.config.hidden..]);
+        Ok(())
+    }
+
+    fn products(&self) -> Products {
+        Products { threads: self.parallelism, rows: self.rows }
+    }
+
+    fn logits(&self, x: &[f32]) -> Vec<f32> {
+        self.head.mul(&rms_norm(x, &self.norm, self.config.rms_eps), self.products())
+    }
+
+    /// What the last layer gives, `[n][hidden]`.
+    fn hidden<C: Cache>(&self, tokens: &[u32], cache: &mut C) -> std::result::Result<Vec<f32>, C::Error> {
+        let (c, by) = (&self.config, self.products());
         let (q, kv) = (c.query_heads * c.head_dim, c.kv_heads * c.head_dim);
         let embed = |&token: &u32| &self.embed[token as usize * c.hidden..][..c.hidden];
         let mut x = tokens.iter().flat_map(embed).copied().collect::<Vec<f32>>();
@@ -226,18 +254,6 @@ impl Model {
             add(&mut x, &layer.down.mul(&swiglu(&layer.gate_up.mul(&h, by), c.ffn), by), 1.0);
         }
         step.commit()?;
-        *logits = self.head.mul(&rms_norm(&x, &self.norm, c.rms_eps), by);
-        Ok(())
+        Ok(x)
     }
-}
-
-/// Reorders channels of a projection `[heads][head_dim][inputs]`. The file rotates channels `2 i` and `2 i + 1` together; this code rotates
-/// `i` and `i + rotary_dim / 2`. Products of queries and keys stay the same, as both are reordered.
-fn halves(rows: &[f32], inputs: usize, head_dim: usize, rotary_dim: usize) -> Vec<f32> {
-    let mut out = Vec::with_capacity(rows.len());
-    for head in rows.chunks_exact(head_dim * inputs) {
-        let order = (0..rotary_dim).step_by(2).chain((1..rotary_dim).step_by(2)).chain(rotary_dim..head_dim);
-        order.for_each(|channel| out.extend_from_slice(&head[channel * inputs..][..inputs]));
-    }
-    out
 }

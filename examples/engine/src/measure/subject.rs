@@ -1,7 +1,7 @@
 //! A model to measure: the MoE of this repository or a Llama from a GGUF file, behind one interface.
 
 use crate::common::cache::{Cache as AnyCache, Keys};
-use crate::llama::{gguf::Gguf, model::Model as Llama, tokenizer::Tokenizer};
+use crate::llama::{gguf::Gguf, model::Model as Llama, tensors::Weights, tokenizer::Tokenizer};
 use crate::moe::model::Model as Moe;
 use pikv::{Dtype, LayerShape, Rope};
 use std::error::Error;
@@ -22,12 +22,20 @@ pub struct Subject {
     pub kv_heads: usize,
     pub head_dim: usize,
     pub experts: (u32, u32),
+    /// Most tokens that the model was trained for.
+    pub context: usize,
     pub rope: Rope,
     window: usize,
 }
 
 impl Subject {
+    /// The model of a file, or the MoE, with weights in f32.
     pub fn load(gguf: Option<&Path>) -> Result<Subject> {
+        Self::load_as(gguf, Weights::F32)
+    }
+
+    /// As [`load`](Self::load), with the matrices of a file as `weights` says.
+    pub fn load_as(gguf: Option<&Path>, weights: Weights) -> Result<Subject> {
         let threads = gemm_common::Parallelism::Rayon(0);
         let Some(path) = gguf else {
             let mut model = Moe::load(&crate::example("models/austen-moe"))?;
@@ -42,13 +50,14 @@ impl Subject {
                 kv_heads: c.kv_heads,
                 head_dim: c.head_dim,
                 experts: (c.experts as u32, c.top_k as u32),
+                context: c.context,
                 rope,
                 window: 2048,
             });
         };
         let gguf = Gguf::open(path)?;
         let tokenizer = Tokenizer::new(&gguf)?;
-        let mut model = Llama::load(&gguf)?;
+        let mut model = Llama::load_as(&gguf, weights)?;
         model.parallelism = threads;
         let (c, rope) = (model.config().clone(), model.rope()?);
         let name = path.file_stem().map_or_else(String::new, |s| s.to_string_lossy().replace(',', " "));
@@ -60,6 +69,7 @@ impl Subject {
             kv_heads: c.kv_heads,
             head_dim: c.head_dim,
             experts: (1, 1),
+            context: c.context,
             rope,
             window: 1024,
         })
@@ -121,6 +131,18 @@ impl Subject {
                 model.forward(&bytes, cache, logits)?;
             }
             Kind::Llama(model, _) => model.forward(ids, cache, logits)?,
+        }
+        Ok(())
+    }
+
+    /// As [`forward`](Self::forward), with the logits after the last token alone.
+    pub fn forward_last<C: AnyCache>(&self, ids: &[u32], cache: &mut C, logits: &mut Vec<f32>) -> Result<()> {
+        match &self.kind {
+            Kind::Moe(model) => {
+                let bytes: Vec<u8> = ids.iter().map(|id| *id as u8).collect();
+                model.forward_last(&bytes, cache, logits)?;
+            }
+            Kind::Llama(model, _) => model.forward_last(ids, cache, logits)?,
         }
         Ok(())
     }

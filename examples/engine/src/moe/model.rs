@@ -143,7 +143,33 @@ impl Model {
         cache: &mut C,
         logits: &mut Vec<f32>,
     ) -> Result<(), C::Error> {
-        let (c, by) = (&self.config, Products { threads: self.parallelism, rows: self.rows });
+        *logits = self.logits(&self.hidden(tokens, cache)?);
+        Ok(())
+    }
+
+    /// As [`forward`](Self::forward), with the logits after the last token alone, `[256]`.
+    pub fn forward_last<C: Cache>(
+        &self,
+        tokens: &[u8],
+        cache: &mut C,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), C::Error> {
+        let x = self.hidden(tokens, cache)?;
+        *logits = self.logits(&x[x.len() - self.config.hidden..]);
+        Ok(())
+    }
+
+    fn products(&self) -> Products {
+        Products { threads: self.parallelism, rows: self.rows }
+    }
+
+    fn logits(&self, x: &[f32]) -> Vec<f32> {
+        self.head.mul(&rms_norm(x, &self.norm, self.config.rms_eps), self.products())
+    }
+
+    /// What the last layer gives, `[n][hidden]`.
+    fn hidden<C: Cache>(&self, tokens: &[u8], cache: &mut C) -> Result<Vec<f32>, C::Error> {
+        let (c, by) = (&self.config, self.products());
         let (q, kv) = (c.query_heads * c.head_dim, c.kv_heads * c.head_dim);
         let embed = |&token: &u8| &self.embed[usize::from(token) * c.hidden..][..c.hidden];
         let mut x = tokens.iter().flat_map(embed).copied().collect::<Vec<f32>>();
@@ -182,8 +208,7 @@ impl Model {
             }
         }
         step.commit()?;
-        *logits = self.head.mul(&rms_norm(&x, &self.norm, c.rms_eps), by);
-        Ok(())
+        Ok(x)
     }
 }
 
