@@ -98,12 +98,8 @@ impl Subject {
     /// # Errors
     /// 0, or more tokens than the model was trained for.
     pub fn set_window(&mut self, tokens: usize) -> Result<()> {
-        let most = match &self.kind {
-            Kind::Moe(_) => 2048,
-            Kind::Llama(model, _) => model.config().context,
-        };
-        if tokens == 0 || tokens > most {
-            return Err(format!("a window of {tokens} tokens: 1 to {most}").into());
+        if tokens == 0 || tokens > self.context {
+            return Err(format!("a window of {tokens} tokens: 1 to {}", self.context).into());
         }
         self.window = tokens;
         Ok(())
