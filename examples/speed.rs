@@ -2,90 +2,24 @@
 //! -p pikv-examples --bin speed [-- GGUF stored|f32]`: without a file it runs the MoE of this repository; with one, its matrices stay in
 //! the blocks of the file or are widened to f32. Keys and values are in bf16.
 
-use pikv::{Cache, CacheConfig, Dtype, Error, Sequence};
-use pikv_engine::common::cache::{Cache as AnyCache, Keys, Step as AnyStep};
+use pikv::{Cache, CacheConfig, Dtype, Sequence};
+use pikv_engine::common::cache::{Cache as _, Keys};
 use pikv_engine::common::sample::nats;
 use pikv_engine::llama::tensors::Weights;
+use pikv_engine::measure::timed::{Timed, wall_time};
 use pikv_engine::measure::{rows, subject::Subject};
-use pikv_engine::moe::paged::{Paged, Step};
 use std::io::Write;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// Tokens of a step at most, and of the ring.
 const CHUNK: usize = 512;
 
-/// A cache, and the time spent in it.
-struct Clocked {
-    paged: Paged,
-    time: Duration,
-    /// Whether tokens are filed by expert.
-    by_expert: bool,
-}
-
-struct ClockedStep<'a> {
-    step: Step<'a>,
-    time: &'a mut Duration,
-    by_expert: bool,
-}
-
-/// Adds the time of a call.
-fn clocked<T>(time: &mut Duration, call: impl FnOnce() -> T) -> T {
-    let start = Instant::now();
-    let result = call();
-    *time += start.elapsed();
-    result
-}
-
-impl AnyCache for Clocked {
-    type Error = Error;
-    type Step<'a> = ClockedStep<'a>;
-
-    fn begin(&mut self, n: usize) -> std::result::Result<ClockedStep<'_>, Error> {
-        let step = clocked(&mut self.time, || self.paged.begin(n))?;
-        Ok(ClockedStep { step, time: &mut self.time, by_expert: self.by_expert })
-    }
-
-    fn len(&self) -> usize {
-        self.paged.len()
-    }
-
-    fn clear(&mut self) {
-        self.paged.clear();
-    }
-}
-
-impl AnyStep for ClockedStep<'_> {
-    type Error = Error;
-
-    fn layer(
-        &mut self,
-        layer: usize,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
-        out: &mut [f32],
-    ) -> std::result::Result<(), Error> {
-        clocked(self.time, || self.step.layer(layer, q, k, v, out))
-    }
-
-    fn experts(&mut self, layer: usize, experts: &[u16]) -> std::result::Result<(), Error> {
-        if !self.by_expert {
-            return Ok(());
-        }
-        clocked(self.time, || self.step.experts(layer, experts))
-    }
-
-    fn commit(self) -> std::result::Result<(), Error> {
-        clocked(self.time, || self.step.commit())
-    }
-}
-
 struct Engine {
     subject: Subject,
-    cache: Clocked,
+    cache: Timed,
     text: Vec<u32>,
     logits: Vec<f32>,
 }
@@ -96,8 +30,7 @@ impl Engine {
         let layers = vec![subject.layer(Dtype::Bf16, Keys::Rotated); subject.layers];
         let (experts, top_k) = subject.experts;
         let config = CacheConfig::new(layers, 4 << 30).ring(CHUNK as u32).experts(experts, top_k);
-        let paged = Paged::new(Cache::new(config)?, subject.head_dim);
-        let cache = Clocked { paged, time: Duration::ZERO, by_expert: experts > 1 };
+        let cache = Timed::new(Cache::new(config)?, subject.head_dim, wall_time);
         let text = subject.tokens()?;
         Ok(Engine { subject, cache, text, logits: Vec::new() })
     }
@@ -135,15 +68,15 @@ impl Engine {
     /// Seconds of the next `n` tokens in steps of `chunk`, and the part of them that is spent in pikv.
     fn timed(&mut self, n: usize, chunk: usize, threads: &str) -> Result<String> {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.parse()?).build()?;
-        self.cache.time = Duration::ZERO;
-        let start = Instant::now();
+        (self.cache.layers, self.cache.others) = (Duration::ZERO, Duration::ZERO);
+        let start = wall_time();
         pool.install(|| {
             (0..n)
                 .step_by(chunk)
                 .try_for_each(|at| self.forward(chunk.min(n - at)).map_err(|e| e.to_string()))
         })?;
-        let all = start.elapsed().as_secs_f64();
-        Ok(format!("{all:e} {:.4}", self.cache.time.as_secs_f64() / all))
+        let all = (wall_time() - start).as_secs_f64();
+        Ok(format!("{all:e} {:.4}", (self.cache.layers + self.cache.others).as_secs_f64() / all))
     }
 
     fn answer(&mut self, words: &[&str]) -> Result<String> {

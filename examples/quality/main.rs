@@ -12,9 +12,9 @@
 
 mod capture;
 mod codes;
+mod held;
 mod plot;
 mod rows;
-mod timed;
 mod trained;
 
 use capture::Capture;
@@ -28,7 +28,6 @@ use rows::{Row, rows};
 use std::error::Error;
 use std::path::PathBuf;
 use std::time::Duration;
-use timed::Timed;
 
 /// Tokens of a prefill step, and of the ring.
 const RING: usize = 128;
@@ -254,7 +253,7 @@ fn evaluate(
     bar: &ProgressBar,
 ) -> Result<(Outcome, Vec<f32>), Box<dyn Error>> {
     subject.keys(row.keys);
-    let mut cache = Timed::new(timed::paged(subject, row, SINKS)?, row);
+    let mut cache = held::timed(subject, row, SINKS)?;
     let (vocab, mut all, mut logits) = (subject.vocab(), Vec::new(), Vec::new());
     let (mut loss, mut kl, mut at) = (0.0, 0.0, 0);
     let (mut bytes, mut kept, mut packed) = (0, 1.0, f64::NAN);
@@ -278,12 +277,13 @@ fn evaluate(
             at += logits.len();
             bar.inc(inputs.len() as u64);
         }
-        (bytes, kept, packed) = (cache.bytes(), cache.kept()?, cache.packed()?);
+        let paged = &cache.paged;
+        (bytes, kept, packed) = (paged.sequence.bytes(), held::kept(paged)?, held::packed(paged)?);
     }
     let n = inputs.len() as f64;
     // For pages of two ages, the final ratio.
     let ratio = if row.age.is_some() { packed } else { row.ratio(subject) / kept };
-    let outcome = Outcome { ratio, nats: loss / n, kl: kl / n, error: f64::NAN, bytes, time: cache.time() };
+    let outcome = Outcome { ratio, nats: loss / n, kl: kl / n, error: f64::NAN, bytes, time: cache.layers };
     Ok((outcome, all))
 }
 
