@@ -1,7 +1,7 @@
 //! The closed loop on a real model: every router with every policy, at several budgets.
 //!
 //! `cargo run --release -p pikv-examples --bin loop [-- --tokens N] [--router ID] [--policy NAME] [--out FILE]`
-//! `cargo run --release -p pikv-examples --bin loop -- --gguf FILE [--tokens N] [--policy NAME]`
+//! `cargo run --release -p pikv-examples --bin loop -- --gguf FILE [--tokens N] [--policy NAME] [--wanted PAGES]`
 //! `cargo run --release -p pikv-examples --bin loop -- --trace FILE|skewed [--tokens N]`
 //! `cargo run --release -p pikv-examples --bin loop -- --record FILE [--tokens N]`
 //! `cargo run --release -p pikv-examples --bin loop -- --acts [--tokens N]`
@@ -13,6 +13,8 @@
 //! no model runs: a stream of experts and of positions that queries look for is replayed, from a file or made up; `--record` writes one
 //! from the MoE. `--acts` compares every router with R_T and every policy with StreamingLLM, and writes how often they differ to
 //! `benches/results/acts.csv`. `--table` writes one of the tables of `tables/mod.rs`.
+//!
+//! A row wants as many pages of a KV head as the budget holds, or with `--wanted` so many: hits are counted among these.
 //!
 //! Prints one table; a run over everything writes `benches/results/loop*.csv`. `--out` writes the rows of any run to a file of that
 //! form, from which `benches/ranks` computes how well hits predict nats.
@@ -44,7 +46,7 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const SINKS: u32 = 4;
 
-const HELP: &str = "options: --gguf FILE | --trace FILE (or skewed) | --record FILE | --table NAME | --acts, --tokens N, --router ID, --policy NAME, --out FILE";
+const HELP: &str = "options: --gguf FILE | --trace FILE (or skewed) | --record FILE | --table NAME | --acts, --tokens N, --router ID, --policy NAME, --wanted PAGES, --out FILE";
 
 /// Results of one cell of the table.
 struct Outcome {
@@ -121,8 +123,9 @@ fn main() -> Result<()> {
             if let Some(only) = arguments.policy.as_ref().filter(|only| !names.contains(&&***only)) {
                 return Err(format!("--policy {only}: there are {}", names.join(", ")).into());
             }
-            let wanted = |row: &Row| arguments.policy.as_ref().is_none_or(|only| only == row.name);
-            cells.extend(rows.into_iter().filter(wanted).map(|row| (router, budget, row)));
+            let asked = |row: &Row| arguments.policy.as_ref().is_none_or(|only| only == row.name);
+            let wanting = |row: Row| arguments.wanted.into_iter().fold(row, Row::wanting);
+            cells.extend(rows.into_iter().filter(asked).map(|row| (router, budget, wanting(row))));
         }
     }
     // Without a limit the result is the same at every budget.
@@ -146,6 +149,7 @@ fn main() -> Result<()> {
     );
     let fetched = if subject.experts.0 > 1 { ReadPages::Experts } else { ReadPages::All };
     let stem = if arguments.gguf.is_some() { "loop-llama" } else { "loop" };
+    let stem = arguments.wanted.map_or(stem.to_owned(), |pages| format!("{stem}-wanted-{pages}"));
     let whole = arguments.router.is_none() && arguments.policy.is_none();
     let file = arguments.out.clone().or_else(|| whole.then(|| results::file(&format!("{stem}.csv"))));
     let mut sheet = file.map(|file| Sheet::new(file, COLUMNS, "loop")).transpose()?;
@@ -277,7 +281,7 @@ fn table(subject: &Subject, outcomes: &[Outcome], reference: &Outcome) {
         );
     }
     println!(
-        "\nbudget: tokens a KV head; hits: of the pages that rows wanted, as many as the budget holds, those that were there; held: of \
+        "\nbudget: tokens a KV head; hits: of the pages that rows wanted, as many as the budget holds or --wanted says, those that were there; held: of \
          the tokens that rows' experts were given, those still held; sees: of the tokens up to its own what a row reads, on the mean, \
          where it chooses by experts and fetches all of them; balance: tokens of the \
          least over those of the most used expert; overhead: CPU time in the cache over that of the run that reads everything; misses: in hundredths of \
@@ -318,6 +322,7 @@ struct Arguments {
     tokens: Option<usize>,
     router: Option<String>,
     policy: Option<String>,
+    wanted: Option<u32>,
     out: Option<PathBuf>,
 }
 
@@ -331,6 +336,7 @@ fn arguments() -> Result<Arguments> {
         tokens: None,
         router: None,
         policy: None,
+        wanted: None,
         out: None,
     };
     let mut arguments = std::env::args().skip(1);
@@ -347,6 +353,10 @@ fn arguments() -> Result<Arguments> {
             "--router" => parsed.router = Some(value()?),
             "--policy" => parsed.policy = Some(value()?),
             "--table" => parsed.table = Some(value()?),
+            "--wanted" => {
+                let n = value()?;
+                parsed.wanted = Some(n.parse().map_err(|e| format!("--wanted {n}: {e}; {HELP}"))?);
+            }
             "--out" => parsed.out = Some(PathBuf::from(value()?)),
             "--tokens" => {
                 let n = value()?;

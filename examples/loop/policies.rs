@@ -4,6 +4,7 @@ use pikv::policy::{
     AdaKvLit, Budget, Chunks, Duo, DuoLit, Eviction, ExpectedAttention, H2o, KeyNorm, Lru, LruPlus,
     PyramidKv, SnapKv, StreamingLlm, Tova, fast_v,
 };
+use pikv::rules::Hits;
 use pikv::{CacheConfig, ReadPages, Rope};
 use std::error::Error;
 use std::num::NonZeroU32;
@@ -135,6 +136,12 @@ impl Row {
         configure: impl Fn(CacheConfig) -> CacheConfig + 'static,
     ) -> Row {
         Row { name, bounded, configure: Box::new(configure), selects: None }
+    }
+
+    /// This row, whose queries want `pages` pages of each KV head.
+    pub fn wanting(self, pages: u32) -> Row {
+        let configure = self.configure;
+        Row { configure: Box::new(move |config| configure(config.hits(Hits::new().pages(pages)))), ..self }
     }
 
     /// This row, whose attention reads these pages after the first [`DENSE`] layers.

@@ -55,6 +55,49 @@ impl Number for bf16 {
     }
 }
 
+/// Values in a dtype that is chosen at run time: all combinations are tested, and only those of one call are compiled.
+#[derive(Clone, Debug)]
+enum Tensor {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+}
+
+/// Evaluates an expression of a tensor's values, of any dtype.
+macro_rules! of {
+    ($tensor:expr, $x:ident => $result:expr) => {
+        match $tensor {
+            Tensor::F32($x) => $result,
+            Tensor::F16($x) => $result,
+            Tensor::Bf16($x) => $result,
+        }
+    };
+}
+
+impl Tensor {
+    fn narrow(to: Dtype, x: &[f32]) -> Tensor {
+        match to {
+            Dtype::F32 => Tensor::F32(x.to_vec()),
+            Dtype::F16 => Tensor::F16(narrow(x)),
+            _ => Tensor::Bf16(narrow(x)),
+        }
+    }
+
+    fn wide(&self) -> Vec<f32> {
+        of!(self, x => wide(x))
+    }
+
+    /// This dtype's rounding of `x`, in f32.
+    fn rounded(&self, x: &[f32]) -> Vec<f32> {
+        let to = match self {
+            Tensor::F32(_) => Dtype::F32,
+            Tensor::F16(_) => Dtype::F16,
+            Tensor::Bf16(_) => Dtype::Bf16,
+        };
+        Tensor::narrow(to, x).wide()
+    }
+}
+
 fn narrow<T: Number>(x: &[f32]) -> Vec<T> {
     x.iter().map(|x| T::of(*x)).collect()
 }
@@ -117,10 +160,10 @@ impl Setup {
 }
 
 /// The results of a layer for some rows.
-type Got<O> = (Vec<O>, Vec<f32>, Vec<PageMass>);
+type Got = (Tensor, Vec<f32>, Vec<PageMass>);
 
 /// Rows of a step: keys, values, queries, logits.
-type Input<K, V, Q> = (Vec<K>, Vec<V>, Vec<Q>, Vec<Q>);
+type Input = [Tensor; 4];
 
 /// Two sequences in a closed loop.
 struct Run {
@@ -141,36 +184,44 @@ impl Run {
         Run { of, sequences, options: Attend::new(0.2).read(setup.read), evicted: false }
     }
 
-    /// A step of `n` tokens of each sequence, with masses if they are wanted; the output and the experts.
-    fn step<K: Number, V: Number, Q: Number, O: Number>(
+    /// A step of `n` tokens of each sequence, with masses if they are wanted; the output in `dtype`, and the experts.
+    fn step(
         &mut self,
         n: [u32; 2],
-        (k, v, q, logits): &Input<K, V, Q>,
+        [k, v, q, logits]: &Input,
+        dtype: Dtype,
         masses: bool,
-    ) -> (Got<O>, Vec<u16>) {
+    ) -> (Got, Vec<u16>) {
         let shape = self.of.cache().config().layers[0];
         let rows = n.iter().sum::<u32>() as usize * shape.query_heads as usize;
-        let (mut out, mut lse) = (vec![O::of(f32::NAN); rows * shape.layout.v_dim as usize], vec![0.0; rows]);
-        let mut mass = Vec::new();
+        let mut out = Tensor::narrow(dtype, &vec![f32::NAN; rows * shape.layout.v_dim as usize]);
+        let (mut lse, mut mass) = (vec![0.0; rows], Vec::new());
         let mut step = self.of.begin(self.sequences.iter_mut().zip(n)).unwrap();
-        let chosen = step.route(0, logits).unwrap().filing().experts.clone();
-        step.append(0, k, v).unwrap();
-        let to = AttendOutput::new(&mut out).lse(&mut lse);
-        let to = if masses { to.mass(&mut mass) } else { to };
-        step.attend(0, q, &self.options, to).unwrap();
+        let chosen = of!(logits, x => step.route(0, x)).unwrap().filing().experts.clone();
+        of!(k, k => of!(v, v => step.append(0, k, v))).unwrap();
+        of!(&mut out, out => {
+            let to = AttendOutput::new(out).lse(&mut lse);
+            let to = if masses { to.mass(&mut mass) } else { to };
+            of!(q, q => step.attend(0, q, &self.options, to))
+        })
+        .unwrap();
         step.commit().unwrap();
         self.evicted |= !self.of.report().evicted.is_empty();
         ((out, lse, mass), chosen)
     }
 
-    /// The last row of each sequence, attended again outside a step.
-    fn again<Q: Number, O: Number>(&self, q: &[Q]) -> Vec<O> {
+    /// The last row of each sequence, attended again outside a step, in `dtype`.
+    fn again(&self, q: &Tensor, dtype: Dtype) -> Tensor {
         let shape = self.of.cache().config().layers[0];
-        let mut out = vec![O::of(f32::NAN); 2 * (shape.query_heads * shape.layout.v_dim) as usize];
+        let values = 2 * (shape.query_heads * shape.layout.v_dim) as usize;
+        let mut out = Tensor::narrow(dtype, &vec![f32::NAN; values]);
         let row = |of| Rows::new(of, Position(of.next_position().0 - 1), 1);
         let rows = self.sequences.each_ref().map(row);
         let options = Attend::new(0.2);
-        self.of.cache().attend(0, &rows, q, &options, AttendOutput::new(&mut out)).unwrap();
+        let attended = of!(&mut out, out => {
+            of!(q, q => self.of.cache().attend(0, &rows, q, &options, AttendOutput::new(out)))
+        });
+        attended.unwrap();
         out
     }
 
@@ -180,8 +231,8 @@ impl Run {
     }
 }
 
-/// A history with tensors of some dtypes beside one with the same values in f32.
-fn same<K: Number, V: Number, Q: Number, O: Number>(setup: &Setup) {
+/// A history with keys, values, queries and outputs of these dtypes, beside one with the same values in f32.
+fn same(setup: &Setup, [k_in, v_in, q_in, out_in]: [Dtype; 4]) {
     let (mut ours, mut wide_run) = (Run::new(setup), Run::new(setup));
     let LayerShape { kv_heads, query_heads, layout, .. } = setup.shape;
     let mut rng = Rng(setup.seed);
@@ -189,41 +240,27 @@ fn same<K: Number, V: Number, Q: Number, O: Number>(setup: &Setup) {
         let n = if i % 6 == 0 { [27, 9] } else { [1 + rng.below(4), 1] };
         let rows = n.iter().sum::<u32>();
         let mut values = |width: u32, scale| rng.values((rows * width) as usize, scale);
-        let k: Vec<K> = narrow(&values(kv_heads * layout.k_dim, 2.0));
-        let v: Vec<V> = narrow(&values(kv_heads * layout.v_dim, 1.0));
-        let q: Vec<Q> = narrow(&values(query_heads * layout.k_dim, 3.0));
-        let logits: Vec<Q> = narrow(&values(EXPERTS, 1.0));
-        let in_f32 = (wide(&k), wide(&v), wide(&q), wide(&logits));
-        let last = q[q.len() - 2 * (query_heads * layout.k_dim) as usize..].to_vec();
+        let input = [
+            Tensor::narrow(k_in, &values(kv_heads * layout.k_dim, 2.0)),
+            Tensor::narrow(v_in, &values(kv_heads * layout.v_dim, 1.0)),
+            Tensor::narrow(q_in, &values(query_heads * layout.k_dim, 3.0)),
+            Tensor::narrow(q_in, &values(EXPERTS, 1.0)),
+        ];
+        let in_f32 = input.each_ref().map(|x| Tensor::F32(x.wide()));
+        let q = input[2].wide();
+        let last = &q[q.len() - 2 * (query_heads * layout.k_dim) as usize..];
         let masses = rng.one_in(3);
-        let ((out, lse, mass), chosen) = ours.step::<K, V, Q, O>(n, &(k, v, q, logits), masses);
-        let ((want, want_lse, want_mass), want_chosen) =
-            wide_run.step::<f32, f32, f32, f32>(n, &in_f32, masses);
-        assert_eq!(bits(&wide(&out)), bits(&wide::<O>(&narrow(&want))), "out of step {i}");
+        let ((out, lse, mass), chosen) = ours.step(n, &input, out_in, masses);
+        let ((want, want_lse, want_mass), want_chosen) = wide_run.step(n, &in_f32, Dtype::F32, masses);
+        assert_eq!(bits(&out.wide()), bits(&out.rounded(&want.wide())), "out of step {i}");
         assert_eq!((bits(&lse), chosen), (bits(&want_lse), want_chosen), "step {i}");
         assert_eq!(mass, want_mass, "step {i}");
-        let (again, want) = (ours.again::<Q, O>(&last), wide_run.again::<f32, f32>(&wide(&last)));
-        assert_eq!(bits(&wide(&again)), bits(&wide::<O>(&narrow(&want))), "outside step {i}");
+        let again = ours.again(&Tensor::narrow(q_in, last), out_in);
+        let want = wide_run.again(&Tensor::F32(last.to_vec()), Dtype::F32);
+        assert_eq!(bits(&again.wide()), bits(&again.rounded(&want.wide())), "outside step {i}");
     }
     assert_eq!(ours.held(), wide_run.held());
     assert_eq!(ours.evicted, setup.rule > 0, "policies had something to do");
-}
-
-/// Calls a function of four dtypes with those of a list.
-macro_rules! with {
-    ($f:ident, [$k:expr, $v:expr, $q:expr, $out:expr], $setup:expr) => {
-        with!(@ $f, $setup, (), $k, $v, $q, $out)
-    };
-    (@ $f:ident, $setup:expr, ($($done:ty),*), $next:expr $(, $rest:expr)*) => {
-        match $next {
-            Dtype::F32 => with!(@ $f, $setup, ($($done,)* f32) $(, $rest)*),
-            Dtype::F16 => with!(@ $f, $setup, ($($done,)* f16) $(, $rest)*),
-            _ => with!(@ $f, $setup, ($($done,)* bf16) $(, $rest)*),
-        }
-    };
-    (@ $f:ident, $setup:expr, ($($done:ty),*)) => {
-        $f::<$($done),*>($setup)
-    };
 }
 
 proptest! {
@@ -233,7 +270,7 @@ proptest! {
         setup in setup(),
         of in prop::array::uniform4(prop::sample::select(&Dtype::ALL[..])),
     ) {
-        with!(same, [of[0], of[1], of[2], of[3]], &setup);
+        same(&setup, of);
     }
 }
 
