@@ -16,19 +16,30 @@ pub struct Form {
     pub name: &'static str,
     dtype: Dtype,
     codec: Option<Codec>,
+    /// `Attend::fast`
+    fast: bool,
 }
 
 impl Form {
     /// Every stored form, and the packed forms over bf16.
     pub fn all() -> Vec<Form> {
-        let plain = |dtype: Dtype| Form { name: dtype.name(), dtype, codec: None };
+        let plain = |dtype: Dtype| Form { name: dtype.name(), dtype, codec: None, fast: false };
         let packed = |name, code| {
             let codec = Codec::new(Coding::new(code), Coding::new(code));
-            Form { name, dtype: Dtype::Bf16, codec: Some(codec) }
+            Form { name, dtype: Dtype::Bf16, codec: Some(codec), fast: false }
         };
         let mut all: Vec<_> = Dtype::ALL.into_iter().map(plain).collect();
         all.extend([packed("int8", Code::Int8), packed("int4", Code::Int4)]);
         all
+    }
+
+    /// bf16 with `Attend::fast`, for prompts.
+    pub fn fast() -> Form {
+        Form { name: "bf16 fast", dtype: Dtype::Bf16, codec: None, fast: true }
+    }
+
+    pub fn options(&self) -> Attend {
+        OPTIONS.fast(self.fast)
     }
 
     /// Attention may ask for a sequence's newest rows, up to `rows` of them.
@@ -54,9 +65,13 @@ impl Form {
         }
     }
 
-    /// Queries and weights are rounded to 16 bits against integers.
+    /// Queries and weights are rounded to 16 bits against integers, and to 8 with `Attend::fast`.
     fn tolerance(&self) -> f64 {
-        if self.codec.is_some() { 5e-5 } else { 1e-5 }
+        match (self.fast, &self.codec) {
+            (true, _) => 2e-3,
+            (_, Some(_)) => 5e-5,
+            _ => 1e-5,
+        }
     }
 }
 
@@ -90,7 +105,7 @@ pub fn queries(rows: usize) -> Vec<f32> {
 /// difference.
 pub fn check(cache: &Cache, parts: &[Rows<'_>], q: &[f32], form: &Form) -> Result<f64, Box<dyn Error>> {
     let mut out = vec![0.0; q.len()];
-    cache.attend(0, parts, q, &OPTIONS, AttendOutput::new(&mut out))?;
+    cache.attend(0, parts, q, &form.options(), AttendOutput::new(&mut out))?;
     let (mut start, mut worst) = (0, 0.0f64);
     for part in parts {
         let mut at = vec![0, part.rows as usize - 1];

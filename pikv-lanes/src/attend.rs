@@ -1,6 +1,8 @@
 //! Attention of query rows over a block of pages, and the output of a row.
 
 use crate::Lanes;
+#[cfg(target_arch = "x86_64")]
+use crate::tile::Bf16Pairs;
 use crate::tile::{self, Tile};
 use pikv_core::attend::{BLOCK, Form, Looks, Sight, attend_block};
 use pikv_core::codec::factors::{FactorPages, FactorScratch};
@@ -46,6 +48,8 @@ pub struct Common<'a> {
     pub q: &'a [f32],
     /// Rotation to apply to keys that are stored unrotated.
     pub rotation: Option<Rotation<'a>>,
+    /// Whether the rows of a tile may be computed with queries and weights rounded to bf16, where that is faster: results differ then.
+    pub fast: bool,
 }
 
 impl<'a> Common<'a> {
@@ -155,7 +159,15 @@ impl Block<'_> {
     ///
     /// # Panics
     /// If there are more pages than [`BLOCK`], or a slice does not fit the rows or the pages.
-    pub fn run(self, lanes: Lanes) {
+    pub fn run(mut self, lanes: Lanes) {
+        #[cfg(target_arch = "x86_64")]
+        if self.common.fast
+            && tile::pays(self.common.sights.len(), self.common.most)
+            && let Some(pairs) = Bf16Pairs::of(lanes).filter(|_| Bf16Pairs::takes(&self.common))
+            && let Some(tile) = self.tile.take()
+        {
+            return pairs.attend(self, tile);
+        }
         lanes.run(self);
     }
 }

@@ -182,6 +182,14 @@ impl Lanes {
         }
     }
 
+    /// Whether these lanes have sums of products of bf16, which [`Common::fast`](attend::Common::fast) uses.
+    pub fn multiplies_bf16(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return tile::Bf16Pairs::of(self).is_some();
+        #[cfg(not(target_arch = "x86_64"))]
+        false
+    }
+
     /// Runs `k` on these lanes, compiled with their instruction set.
     #[inline]
     pub fn run<K: Kernel>(self, k: K) -> K::Out {

@@ -14,16 +14,20 @@
 //!
 //! Every row goes through the same operations in the same order, so its bits are the same. Keys of f32 are read in place.
 
+#[cfg(target_arch = "x86_64")]
+mod fast;
 mod half;
 mod scores;
 mod sums;
 mod widen;
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) use self::fast::Bf16Pairs;
 use self::half::each;
 use self::scores::{ScorePage, Weights};
 use self::sums::WeighRun;
 use self::widen::{Ahead, Keys, Values, flat, keys_of, values_ahead};
-use crate::attend::{Block, Common};
+use crate::attend::{Block, Common, Raw};
 use pikv_core::attend::{BLOCK, Sight};
 use pikv_core::full::PageRef;
 use pikv_core::page::Layout;
@@ -38,7 +42,7 @@ struct Row([f32; LANES]);
 /// of the first-level cache.
 const RUN: usize = 4;
 
-/// Working memory of a tile: 194 KiB at most for 64 rows. It grows to the needs of the largest tile so far.
+/// Working memory of a tile: 194 KiB at most for 64 rows, and 128 KiB more with [`Common::fast`]. It grows to the needs of the largest tile so far.
 #[derive(Debug, Default)]
 pub struct Tile {
     /// K or V of a page in f32.
@@ -47,6 +51,8 @@ pub struct Tile {
     p: Vec<Row>,
     /// Tokens of each page that each row sees: `[rows][BLOCK]`.
     seen: Vec<[u32; BLOCK]>,
+    #[cfg(target_arch = "x86_64")]
+    rounded: fast::Rounded,
 }
 
 /// Whether a tile is faster than bundles of `most`: if enough rows share the widening, and there are more than the rows of one token,
@@ -76,7 +82,7 @@ pub(crate) fn attend<W: Warp>(w: W, block: Block<'_>, tile: &mut Tile) {
     let rows = common.sights.len();
     assert!(pages.len() <= BLOCK);
     tile.fit(common.layout, rows);
-    let Tile { wide, p, seen } = tile;
+    let Tile { wide, p, seen, .. } = tile;
     let (p, seen) = (&mut p[..rows * BLOCK], &mut seen[..rows]);
     see(w, &common, pages, seen);
     for (i, page) in pages.iter().enumerate().filter(|(i, _)| is_seen(seen, *i)) {
@@ -91,11 +97,7 @@ pub(crate) fn attend<W: Warp>(w: W, block: Block<'_>, tile: &mut Tile) {
     }
     let (m, l) = (&mut out.m[first..first + rows], &mut out.l[first..first + rows]);
     w.call(Weights { pages: pages.len(), softcap: common.softcap, p, seen, m, l });
-    if let Some(raw) = &mut raw {
-        for (raw, p) in raw.chunks_exact_mut(pages.len().max(1)).zip(p.chunks_exact(BLOCK)) {
-            raw.iter_mut().zip(p).for_each(|(raw, p)| *raw = p.0);
-        }
-    }
+    copy_weights(&mut raw, pages.len(), p);
     let acc_rows = common.layout.acc_rows() as usize;
     let acc = &mut out.acc[first * acc_rows..(first + rows) * acc_rows];
     acc.fill([0.0; LANES]);
@@ -114,6 +116,16 @@ pub(crate) fn attend<W: Warp>(w: W, block: Block<'_>, tile: &mut Tile) {
             let (acc, stride, ahead) = (&mut acc[at..], acc_rows, &mut ahead);
             let mut sums = WeighRun { wide: flat(wide), run: run.clone(), p, seen, acc, stride, ahead };
             each(w, rows, common.most, &mut sums);
+        }
+    }
+}
+
+/// Copies the weights of every row and page out.
+#[inline(always)]
+fn copy_weights(raw: &mut Raw<'_>, pages: usize, p: &[Row]) {
+    if let Some(raw) = raw {
+        for (raw, p) in raw.chunks_exact_mut(pages.max(1)).zip(p.chunks_exact(BLOCK)) {
+            raw.iter_mut().zip(p).for_each(|(raw, p)| *raw = p.0);
         }
     }
 }

@@ -7,6 +7,7 @@ mod cuts;
 mod drafts;
 mod dtypes;
 mod edges;
+mod fast;
 mod faults;
 mod left_out;
 mod named;

@@ -17,16 +17,18 @@ use pikv_test::scaled;
 // ---- A block ---------------------------------------------------------------------------------------------------
 
 /// Pages of a block, the lanes that rows see, and the rows' queries.
-struct Case {
-    layout: Layout,
-    rope: Option<Rope>,
+pub struct Case {
+    pub layout: Layout,
+    pub rope: Option<Rope>,
     table: Vec<f32>,
-    softcap: Option<f32>,
-    ring: bool,
-    pages: Vec<(Vec<u32>, u32)>,
-    sights: Vec<(Sight, Sight)>,
+    pub softcap: Option<f32>,
+    pub ring: bool,
+    pub pages: Vec<(Vec<u32>, u32)>,
+    pub sights: Vec<(Sight, Sight)>,
     /// `[rows][k_channels]`
-    q: Vec<Vec<f32>>,
+    pub q: Vec<Vec<f32>>,
+    /// [`Common::fast`]
+    pub fast: bool,
 }
 
 const CAPACITY: u32 = 512;
@@ -37,8 +39,13 @@ fn pick<T: Copy>(rng: &mut Rng, of: &[T]) -> T {
 
 impl Case {
     fn random(rng: &mut Rng) -> Case {
+        let dtypes = [pick(rng, &Dtype::ALL), pick(rng, &Dtype::ALL)];
+        Case::of(rng, dtypes)
+    }
+
+    /// A random case with K and V of these dtypes.
+    pub fn of(rng: &mut Rng, [k, v]: [Dtype; 2]) -> Case {
         let dims = [1, 2, 15, 31, 32, 33, 48, 64, 80, 128];
-        let (k, v) = (pick(rng, &Dtype::ALL), pick(rng, &Dtype::ALL));
         let layout = Layout::new(pick(rng, &dims), k).values(pick(rng, &dims), v);
         let turned = layout.k_dim / 2 * 2;
         let rope = (turned > 0 && rng.next().is_multiple_of(3)).then(|| {
@@ -78,11 +85,19 @@ impl Case {
         };
         let q = (0..rows).map(|_| query(rng)).collect();
         let softcap = rng.next().is_multiple_of(4).then_some(3.0);
-        Case { layout, rope, table: noise(rng.next(), angles), softcap, ring, pages, sights, q }
+        let table = noise(rng.next(), angles);
+        Case { layout, rope, table, softcap, ring, pages, sights, q, fast: false }
     }
 
     /// Attends rows `from..to` in bundles of `most`, and their weights after them.
-    fn attend(&self, lanes: Lanes, from: usize, to: usize, most: usize, tile: Option<&mut Tile>) -> Vec<f32> {
+    pub fn attend(
+        &self,
+        lanes: Lanes,
+        from: usize,
+        to: usize,
+        most: usize,
+        tile: Option<&mut Tile>,
+    ) -> Vec<f32> {
         let rows = to - from;
         let mut q = Vec::new();
         for (row, width) in bundles(rows, most) {
@@ -104,6 +119,7 @@ impl Case {
                 most,
                 q: &q,
                 rotation,
+                fast: self.fast,
             },
             pages: &pages,
             next: [&[]; 2],

@@ -172,6 +172,7 @@ impl Case {
                 most: lanes.rows().min(PACKED_ROWS),
                 q: &[],
                 rotation: None,
+                fast: false,
             },
             packed: &self.packed,
             back: None,

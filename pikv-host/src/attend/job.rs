@@ -75,6 +75,8 @@ pub struct Job<'a> {
     /// Factor of q: gives logits to base 2, or in units of the softcap.
     pub factor: f32,
     pub softcap: Option<f32>,
+    /// Whether tiles of rows may be rounded to bf16.
+    pub fast: bool,
     pub table: Option<Arc<Table>>,
     /// Factor by which scaled RoPE enlarges products of rotated channels; 1 without scaling.
     pub stretch: f32,

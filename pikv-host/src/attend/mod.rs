@@ -216,7 +216,7 @@ fn start_job<'a>(
     (q, on_device): (HostSlice<'a>, Option<DeviceQueries>),
 ) -> Job<'a> {
     let Call { executor, pool, layer, shape, .. } = *call;
-    let Attend { scale, softcap, split, .. } = *options;
+    let Attend { scale, softcap, split, fast, .. } = *options;
     Job {
         widest: executor.widest(),
         inner: &pool.shape,
@@ -229,6 +229,7 @@ fn start_job<'a>(
         split,
         factor,
         softcap: softcap.map(|cap| cap * std::f32::consts::LOG2_E),
+        fast,
         table: pool.tables.get(layer),
         stretch: pool.shape.frequencies[layer].as_ref().map_or(1.0, Frequencies::stretch),
         remote: None,

@@ -36,6 +36,8 @@ pub struct Attend {
     /// Treats sinks as adjacent to the oldest other token that is still held, as if the tokens between them had never existed:
     /// StreamingLLM's positions inside the cache (arXiv 2309.17453). Needs keys stored before RoPE.
     pub closed_gaps: bool,
+    /// Whether prompts may be computed with queries and weights rounded to bf16, where the processor is faster at that: [`Attend::fast`].
+    pub fast: bool,
 }
 
 /// Pages outside the ring that a row reads. It always reads sinks and ring.
@@ -84,7 +86,7 @@ const MAX_SOFTCAP: f32 = 8_388_608.0;
 impl Attend {
     /// Attention over all pages with factor `scale`.
     pub const fn new(scale: f32) -> Attend {
-        Attend { scale, softcap: None, split: None, read: ReadPages::All, closed_gaps: false }
+        Attend { scale, softcap: None, split: None, read: ReadPages::All, closed_gaps: false, fast: false }
     }
 
     /// Sets the softcap of the logits.
@@ -105,6 +107,36 @@ impl Attend {
         self
     }
 
+    /// Sets whether prompts may be computed with queries and weights rounded to bf16; off by default.
+    ///
+    /// It acts on full pages with K and V in bf16, whose keys are stored as they are read, on lanes that
+    /// [`multiply bf16`](pikv_lanes::Lanes::multiplies_bf16) (AVX-512 with AVX512-BF16), and only where 16 rows or more of a KV head, a row for
+    /// each token and query head, read the same pages in one call. Everything else has the bits that it has without.
+    ///
+    /// Sums stay in f32. An output differs from that without by at most `(2^-8 + e^(2d) - 1) v`, where `d` is `2^-8` of the largest
+    /// `|q| |k| scale` of its row, and `v` the largest value of its channel; `docs/performance.md` has measured errors and times. The same call gives
+    /// the same bits with any number of threads and any [`split`](Attend::split). But whether a row is rounded depends on how many rows
+    /// are in its call, so the bits of a prompt depend on how it is cut into steps, and differ from those of other processors.
+    ///
+    /// ```
+    /// # use pikv_host as pikv;
+    /// use pikv::{Attend, AttendOutput, Cache, CacheConfig, Dtype, LayerShape};
+    ///
+    /// let cache = Cache::new(CacheConfig::new(vec![LayerShape::new(1, 1, 4, Dtype::Bf16)], 1 << 20))?;
+    /// let mut sequence = cache.sequence();
+    /// let mut out = [0.0; 64 * 4];
+    /// let mut step = cache.begin([(&mut sequence, 64)])?;
+    /// step.append(0, &[0.5; 64 * 4], &[0.25; 64 * 4])?;
+    /// step.attend(0, &[0.1; 64 * 4], &Attend::new(0.5).fast(true), AttendOutput::new(&mut out))?;
+    /// step.commit()?;
+    /// assert!(out.iter().all(|x| (x - 0.25).abs() < 0.002));
+    /// # Ok::<(), pikv::Error>(())
+    /// ```
+    pub const fn fast(mut self, on: bool) -> Attend {
+        self.fast = on;
+        self
+    }
+
     /// Sets the blocks of each task.
     pub const fn split(mut self, blocks: u32) -> Attend {
         self.split = Some(blocks);
@@ -117,7 +149,7 @@ impl Attend {
     /// An option out of range; [`Error::NoBounds`] for [`ReadPages::Quest`] unless `bounds` (the cache keeps key bounds);
     /// [`Error::NoRotation`] for closed gaps in a layer without RoPE.
     pub(crate) fn check(&self, layer: usize, shape: &LayerShape, bounds: bool) -> Result<f32, Error> {
-        let Attend { scale, softcap, split, read, closed_gaps } = *self;
+        let Attend { scale, softcap, split, read, closed_gaps, .. } = *self;
         if !(scale.is_finite() && scale > 0.0) {
             return Err(Error::Scale(scale));
         }

@@ -146,7 +146,16 @@ impl Pages {
     }
 
     fn common<'a>(&'a self, sights: &'a [(Sight, Sight)], most: usize, q: &'a [f32]) -> Common<'a> {
-        Common { layout: &self.layout, sights, ring: false, softcap: None, most, q, rotation: None }
+        Common {
+            layout: &self.layout,
+            sights,
+            ring: false,
+            softcap: None,
+            most,
+            q,
+            rotation: None,
+            fast: false,
+        }
     }
 }
 

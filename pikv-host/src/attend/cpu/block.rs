@@ -47,6 +47,7 @@ impl Job<'_> {
                 _ => &packed.q,
             },
             rotation: self.rotation(),
+            fast: self.fast,
         };
         let at = forest.codec(block);
         match at.and_then(|at| Some((at, self.codecs(forest)[at]?))) {
