@@ -48,8 +48,9 @@ pub struct Common<'a> {
     pub q: &'a [f32],
     /// Rotation to apply to keys that are stored unrotated.
     pub rotation: Option<Rotation<'a>>,
-    /// Whether the rows of a tile may be computed with queries and weights rounded to bf16, where that is faster: results differ then.
-    pub fast: bool,
+    /// The queries as [`round_queries`](tile::round_queries) rounds them: the rows of a tile are then computed with rounded queries and
+    /// weights, and their results differ. Empty for exact results.
+    pub rounded: &'a [u32],
 }
 
 impl<'a> Common<'a> {
@@ -161,9 +162,9 @@ impl Block<'_> {
     /// If there are more pages than [`BLOCK`], or a slice does not fit the rows or the pages.
     pub fn run(mut self, lanes: Lanes) {
         #[cfg(target_arch = "x86_64")]
-        if self.common.fast
+        if !self.common.rounded.is_empty()
             && tile::pays(self.common.sights.len(), self.common.most)
-            && let Some(pairs) = Bf16Pairs::of(lanes).filter(|_| Bf16Pairs::takes(&self.common))
+            && let Some(pairs) = Bf16Pairs::of(lanes)
             && let Some(tile) = self.tile.take()
         {
             return pairs.attend(self, tile);

@@ -182,7 +182,7 @@ impl Lanes {
         }
     }
 
-    /// Whether these lanes have sums of products of bf16, which [`Common::fast`](attend::Common::fast) uses.
+    /// Whether these lanes have sums of products of bf16, which [`Common::rounded`](attend::Common::rounded) is for.
     pub fn multiplies_bf16(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         return tile::Bf16Pairs::of(self).is_some();

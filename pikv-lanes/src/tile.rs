@@ -27,11 +27,16 @@ use self::half::each;
 use self::scores::{ScorePage, Weights};
 use self::sums::WeighRun;
 use self::widen::{Ahead, Keys, Values, flat, keys_of, values_ahead};
+use crate::Lanes;
 use crate::attend::{Block, Common, Raw};
 use pikv_core::attend::{BLOCK, Sight};
+#[cfg(target_arch = "x86_64")]
+use pikv_core::dtype::Dtype;
 use pikv_core::full::PageRef;
+use pikv_core::merge::Partial;
 use pikv_core::page::Layout;
 use pikv_core::warp::{LANES, Warp};
+use std::ops::Range;
 
 /// 32 lanes, aligned to cache lines: a vector that straddles two lines loads at half the rate.
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +47,7 @@ struct Row([f32; LANES]);
 /// of the first-level cache.
 const RUN: usize = 4;
 
-/// Working memory of a tile: 194 KiB at most for 64 rows, and 128 KiB more with [`Common::fast`]. It grows to the needs of the largest tile so far.
+/// Working memory of a tile: 194 KiB at most for 64 rows, and 96 KiB more with [`Common::rounded`]. It grows to the needs of the largest tile so far.
 #[derive(Debug, Default)]
 pub struct Tile {
     /// K or V of a page in f32.
@@ -59,6 +64,18 @@ pub struct Tile {
 /// which wait for memory.
 pub fn pays(rows: usize, most: usize) -> bool {
     rows >= 16 && rows >= 2 * most
+}
+
+/// Rounds queries, `[bundle][k_channels][width]` with bundles of at most `most` rows, for [`Common::rounded`]; leaves `to` empty if `lanes` do not
+/// [multiply bf16](Lanes::multiplies_bf16), or K or V of `layout` is in another dtype. Keys that are rotated when read need exact queries.
+pub fn round_queries(lanes: Lanes, layout: &Layout, most: usize, q: &[f32], to: &mut Vec<u32>) {
+    to.clear();
+    #[cfg(target_arch = "x86_64")]
+    if [layout.k, layout.v] == [Dtype::Bf16; 2] && lanes.multiplies_bf16() {
+        fast::round_queries(q, layout.k_channels() as usize / 2, most, to);
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (lanes, layout, most, q);
 }
 
 impl Tile {
@@ -78,13 +95,15 @@ fn grow<T: Copy>(to: &mut Vec<T>, n: usize, x: T) {
 /// Attends all rows of `block`, as in [`Block::run`].
 #[inline(always)]
 pub(crate) fn attend<W: Warp>(w: W, block: Block<'_>, tile: &mut Tile) {
-    let Block { common, pages, next, out, first, mut raw, .. } = block;
+    let Block { common, pages, next, mut out, first, mut raw, .. } = block;
     let rows = common.sights.len();
     assert!(pages.len() <= BLOCK);
     tile.fit(common.layout, rows);
     let Tile { wide, p, seen, .. } = tile;
     let (p, seen) = (&mut p[..rows * BLOCK], &mut seen[..rows]);
-    see(w, &common, pages, seen);
+    if !see(w, &common, pages, seen) {
+        return nothing(&mut out, first..first + rows, raw);
+    }
     for (i, page) in pages.iter().enumerate().filter(|(i, _)| is_seen(seen, *i)) {
         let ahead = match pages.get(i + 1) {
             Some(page) => [keys_of(common.layout, page.words), &[], &[], &[]],
@@ -136,9 +155,20 @@ fn is_seen(seen: &[[u32; BLOCK]], i: usize) -> bool {
     seen.iter().any(|seen| seen[i] != 0)
 }
 
-/// Tokens of each page that each row sees.
+/// The results of rows that see no token of the block.
+fn nothing(out: &mut Partial<'_>, rows: Range<usize>, raw: Raw<'_>) {
+    let acc_rows = out.acc.len() / out.m.len();
+    out.m[rows.clone()].fill(f32::NEG_INFINITY);
+    out.l[rows.clone()].fill(0.0);
+    out.acc[rows.start * acc_rows..rows.end * acc_rows].fill([0.0; LANES]);
+    if let Some(raw) = raw {
+        raw.fill([0.0; LANES]);
+    }
+}
+
+/// Writes the tokens of each page that each row sees; returns whether any row sees any token.
 #[inline(always)]
-fn see<W: Warp>(w: W, common: &Common<'_>, pages: &[PageRef<'_>], seen: &mut [[u32; BLOCK]]) {
+fn see<W: Warp>(w: W, common: &Common<'_>, pages: &[PageRef<'_>], seen: &mut [[u32; BLOCK]]) -> bool {
     let sight = |row: usize| {
         let (pool, ring) = common.sights[row];
         if common.ring { ring } else { pool }
@@ -150,10 +180,23 @@ fn see<W: Warp>(w: W, common: &Common<'_>, pages: &[PageRef<'_>], seen: &mut [[u
         sinks: a.sinks.min(b.sinks),
         hi: a.hi.min(b.hi),
     });
+    // One that sees no less.
+    let most = (1..seen.len()).map(sight).fold(sight(0), |a, b| Sight {
+        floor: a.floor.min(b.floor),
+        lo: a.lo.min(b.lo),
+        sinks: a.sinks.max(b.sinks),
+        hi: a.hi.max(b.hi),
+    });
+    let mut any = false;
     for (i, page) in pages.iter().enumerate() {
         let position = w.load_part(&page.words[..LANES]);
-        if least.mask(w, position, page.live) == page.live {
-            seen.iter_mut().for_each(|seen| seen[i] = page.live);
+        let same = match least.mask(w, position, page.live) {
+            all if all == page.live => Some(all),
+            _ => Some(most.mask(w, position, page.live)).filter(|most| *most == 0),
+        };
+        if let Some(same) = same {
+            seen.iter_mut().for_each(|seen| seen[i] = same);
+            any |= same != 0;
             continue;
         }
         let mut last = None;
@@ -164,7 +207,9 @@ fn see<W: Warp>(w: W, common: &Common<'_>, pages: &[PageRef<'_>], seen: &mut [[u
                 _ => (sight(row), sight(row).mask(w, position, page.live)),
             };
             seen[i] = bits;
+            any |= bits != 0;
             last = Some((from, bits));
         }
     }
+    any
 }

@@ -10,7 +10,7 @@ use pikv_core::merge::Partial;
 use pikv_core::rope::Rotation;
 use pikv_core::warp::LANES;
 use pikv_lanes::attend::{Block, Common, bundles};
-use pikv_lanes::tile::{Tile, pays};
+use pikv_lanes::tile::{Tile, pays, round_queries};
 use pikv_test::numbers::{Rng, bits, noise};
 use pikv_test::scaled;
 
@@ -27,7 +27,7 @@ pub struct Case {
     pub sights: Vec<(Sight, Sight)>,
     /// `[rows][k_channels]`
     pub q: Vec<Vec<f32>>,
-    /// [`Common::fast`]
+    /// Whether queries and weights are rounded.
     pub fast: bool,
 }
 
@@ -105,6 +105,10 @@ impl Case {
                 q.extend((row..row + width).map(|row| self.q[from + row][c]));
             }
         }
+        let mut rounded = Vec::new();
+        if self.fast {
+            round_queries(lanes, &self.layout, most, &q, &mut rounded);
+        }
         let pages: Vec<_> = self.pages.iter().map(|(words, live)| PageRef { words, live: *live }).collect();
         let acc_rows = self.layout.acc_rows();
         let mut part = vec![f32::NAN; Partial::len(rows, acc_rows)];
@@ -119,7 +123,7 @@ impl Case {
                 most,
                 q: &q,
                 rotation,
-                fast: self.fast,
+                rounded: &rounded,
             },
             pages: &pages,
             next: [&[]; 2],

@@ -163,7 +163,7 @@ impl Case {
                 most: lanes.rows(),
                 q: &bundled,
                 rotation: self.rope.map(|rope| Rotation { rope, table: &self.table, capacity: CAPACITY }),
-                fast: false,
+                rounded: &[],
             },
             pages: &pages,
             next: [&[]; 2],

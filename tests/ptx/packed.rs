@@ -172,7 +172,7 @@ impl Case {
                 most: lanes.rows().min(PACKED_ROWS),
                 q: &[],
                 rotation: None,
-                fast: false,
+                rounded: &[],
             },
             packed: &self.packed,
             back: None,

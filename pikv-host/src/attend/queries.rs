@@ -6,13 +6,15 @@ use pikv_core::attend::Sight;
 use pikv_core::codec::read::REBUILT;
 use pikv_core::warp::LANES;
 use pikv_lanes::attend::bundles;
-use pikv_lanes::tile::Tile;
+use pikv_lanes::tile::{Tile, round_queries};
 use std::cell::RefCell;
 
 /// Queries of an item in the form that its blocks read.
 #[derive(Default)]
 pub struct Packed {
     pub q: Vec<f32>,
+    /// The queries rounded to bf16 for tiles, if the call is fast; empty otherwise.
+    pub rounded: Vec<u32>,
     /// The queries for the sinks, if gaps are closed.
     pub sinks: Vec<f32>,
     /// For each row, the positions that it sees in the pool and in the ring.
@@ -91,6 +93,11 @@ impl Job<'_> {
                 }
             }
             at += channels * width;
+        }
+        packed.rounded.clear();
+        if self.fast && rotation.is_none() {
+            let (lanes, most) = (self.inner.config.lanes, self.most(item.forest));
+            round_queries(lanes, self.layout(), most, &packed.q, &mut packed.rounded);
         }
     }
 

@@ -147,7 +147,7 @@ impl<'a> Ask<'a> {
             most: self.most,
             q: self.q,
             rotation: rotation.map(|(table, rope)| table.rotation(rope)),
-            fast: false,
+            rounded: &[],
         }
     }
 

@@ -1,4 +1,4 @@
-//! Tiles of bf16 pages by sums of products of bf16 pairs (AVX512-BF16), for [`Common::fast`].
+//! Tiles of bf16 pages by sums of products of bf16 pairs (AVX512-BF16), for [`Common::rounded`](crate::attend::Common::rounded).
 //!
 //! A word of a key holds two neighbouring channels of a token, so K is multiplied as it lies. A word of a value holds two channels too, but
 //! its products are summed over tokens: the words of two neighbouring tokens are turned into a word of each channel first. Queries and
@@ -9,12 +9,11 @@
 
 use super::scores::Weights;
 use super::widen::{Ahead, keys_of, values_ahead};
-use super::{RUN, Row, Tile, copy_weights, grow, is_seen, see};
-use crate::attend::{Block, Common, bundles};
+use super::{RUN, Row, Tile, copy_weights, grow, is_seen, nothing, see};
+use crate::attend::{Block, bundles};
 use crate::{Avx512, Lanes};
 use core::arch::x86_64::*;
 use pikv_core::attend::BLOCK;
-use pikv_core::dtype::Dtype;
 use pikv_core::full::PageRef;
 use pikv_core::page::Layout;
 use pikv_core::warp::{LANES, Warp};
@@ -30,8 +29,6 @@ struct Words([u32; LANES]);
 /// Working memory beside that of [`Tile`].
 #[derive(Debug, Default)]
 pub(super) struct Rounded {
-    /// Queries in pairs of channels: `[bundle][words][width]`.
-    q: Vec<u32>,
     /// Weights in pairs of tokens: `[rows][BLOCK][PAIRS]`.
     p: Vec<[u32; PAIRS]>,
     /// Values of a run of pages in pairs of tokens: `[acc_rows][RUN][PAIRS]`, 32 channels each.
@@ -51,13 +48,7 @@ impl Bf16Pairs {
         }
     }
 
-    /// Whether K and V of the pages are in bf16, and keys are read as they are stored.
-    pub(crate) fn takes(common: &Common<'_>) -> bool {
-        let Layout { k, v, .. } = *common.layout;
-        [k, v] == [Dtype::Bf16; 2] && common.rotation.is_none()
-    }
-
-    /// Attends all rows of `block`, whose pages [`takes`](Bf16Pairs::takes) accepts.
+    /// Attends all rows of `block`, whose queries are rounded.
     pub(crate) fn attend(self, block: Block<'_>, tile: &mut Tile) {
         // SAFETY: `self` exists only where AVX512-BF16 was detected, and the `Avx512` in it only where the others were.
         unsafe { attend(self.0, block, tile) }
@@ -66,7 +57,7 @@ impl Bf16Pairs {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,avx512bf16")]
 fn attend(w: Avx512, block: Block<'_>, tile: &mut Tile) {
-    let Block { common, pages, out, first, mut raw, .. } = block;
+    let Block { common, pages, mut out, first, mut raw, .. } = block;
     let (rows, acc_rows) = (common.sights.len(), common.layout.acc_rows() as usize);
     assert!(pages.len() <= BLOCK);
     tile.fit(common.layout, rows);
@@ -74,8 +65,9 @@ fn attend(w: Avx512, block: Block<'_>, tile: &mut Tile) {
     let (p, seen) = (&mut p[..rows * BLOCK], &mut seen[..rows]);
     grow(&mut rounded.p, rows * BLOCK, [0; PAIRS]);
     grow(&mut rounded.v, acc_rows * RUN * PAIRS, Words([0; LANES]));
-    see(w, &common, pages, seen);
-    round_queries(&common, &mut rounded.q);
+    if !see(w, &common, pages, seen) {
+        return nothing(&mut out, first..first + rows, raw);
+    }
     for (i, page) in pages.iter().enumerate().filter(|(i, _)| is_seen(seen, *i)) {
         let ahead = match pages.get(i + 1) {
             Some(page) => [keys_of(common.layout, page.words), &[], &[], &[]],
@@ -88,7 +80,7 @@ fn attend(w: Avx512, block: Block<'_>, tile: &mut Tile) {
             if !is_seen(&seen[row..row + width], i) {
                 continue;
             }
-            let (q, p) = (&rounded.q[row * keys.len()..], &mut p[row * BLOCK + i..]);
+            let (q, p) = (&common.rounded[row * keys.len()..], &mut p[row * BLOCK + i..]);
             match width {
                 8 => scores::<8>(keys, q, p),
                 4 => scores::<4>(keys, q, p),
@@ -142,12 +134,12 @@ fn nearest(x: f32) -> u32 {
     (bits + 0x7fff + (bits >> 16 & 1)) >> 16
 }
 
-/// Rounds the queries of all rows.
-fn round_queries(common: &Common<'_>, to: &mut Vec<u32>) {
-    let (rows, words) = (common.sights.len(), common.layout.k_channels() as usize / 2);
+/// Rounds queries in bundles, `[bundle][2 words][width]`, to pairs of channels.
+pub(super) fn round_queries(q: &[f32], words: usize, most: usize, to: &mut Vec<u32>) {
+    let rows = q.len() / (2 * words);
     to.resize(rows * words, 0);
-    for (row, width) in bundles(rows, common.most) {
-        let from = &common.q[row * 2 * words..][..width * 2 * words];
+    for (row, width) in bundles(rows, most) {
+        let from = &q[row * 2 * words..][..width * 2 * words];
         let to = &mut to[row * words..][..width * words];
         match width {
             8 => round_bundle::<8>(from, to),

@@ -154,7 +154,7 @@ impl Pages {
             most,
             q,
             rotation: None,
-            fast: false,
+            rounded: &[],
         }
     }
 }

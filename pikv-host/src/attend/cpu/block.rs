@@ -47,7 +47,7 @@ impl Job<'_> {
                 _ => &packed.q,
             },
             rotation: self.rotation(),
-            fast: self.fast,
+            rounded: &packed.rounded,
         };
         let at = forest.codec(block);
         match at.and_then(|at| Some((at, self.codecs(forest)[at]?))) {
