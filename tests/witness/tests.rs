@@ -193,6 +193,7 @@ impl Case {
                 most: lanes.rows(),
                 q: &q,
                 rotation: None,
+                rounded: &[],
             };
             let out = Partial::new(&mut part, self.rows, self.layout.acc_rows());
             Block { common, pages, next: [&[]; 2], out, first: 0, raw: None, tile: None }.run(lanes);
