@@ -19,6 +19,7 @@
 mod machine;
 mod record;
 mod serve;
+#[allow(dead_code, reason = "the bench prefill uses the rest")]
 mod setup;
 mod timing;
 

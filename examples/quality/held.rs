@@ -17,7 +17,9 @@ pub fn timed(subject: &Subject, row: &Row, sinks: u32) -> Result<Timed, Box<dyn 
         false => config,
     };
     let cache = Cache::new(row.drop(row.compress(config)))?;
-    Ok(Timed { rounded: row.rounded, ..Timed::new(cache, subject.head_dim, cpu_time) })
+    let mut timed = Timed::new(cache, subject.head_dim, cpu_time);
+    timed.rounded = row.rounded;
+    Ok(timed)
 }
 
 /// Share of the tokens that left the ring, without sinks, that is held.

@@ -20,7 +20,7 @@ mod trained;
 use capture::Capture;
 use indicatif::{ProgressBar, ProgressStyle};
 use pikv::codec::{Code, Codec, Coding};
-use pikv_engine::common::cache::Keys;
+use pikv_engine::common::cache::{Cache as _, Keys};
 use pikv_engine::measure::results::{self, Sheet};
 use pikv_engine::measure::subject::Subject;
 use rayon::prelude::*;
