@@ -77,6 +77,11 @@ impl<'a> Tensors<'a> {
 
 /// Computes the partial results of a call and joins them.
 pub(crate) trait Executor: Debug + Send + Sync {
+    /// Whether it can compute with [`Attend::fast`](crate::Attend::fast).
+    fn rounds(&self) -> bool {
+        false
+    }
+
     /// Most rows of a bundle.
     fn widest(&self) -> Widest;
 

@@ -229,7 +229,7 @@ fn start_job<'a>(
         split,
         factor,
         softcap: softcap.map(|cap| cap * std::f32::consts::LOG2_E),
-        fast,
+        fast: fast && executor.rounds(),
         table: pool.tables.get(layer),
         stretch: pool.shape.frequencies[layer].as_ref().map_or(1.0, Frequencies::stretch),
         remote: None,

@@ -109,14 +109,17 @@ impl Attend {
 
     /// Sets whether prompts may be computed with queries and weights rounded to bf16; off by default.
     ///
-    /// It acts on full pages with K and V in bf16, whose keys are stored as they are read, on lanes that
-    /// [`multiply bf16`](pikv_lanes::Lanes::multiplies_bf16) (AVX-512 with AVX512-BF16), and only where 16 rows or more of a KV head, a row for
-    /// each token and query head, read the same pages in one call. Everything else has the bits that it has without.
+    /// It acts on a CPU, not over a fabric, on full pages with K and V in bf16 whose keys are stored as they are read, on lanes that
+    /// [multiply bf16](pikv_lanes::Lanes::multiplies_bf16) (AVX-512 with AVX512-BF16). The rows of a KV head, one for each token and query
+    /// head of a call, are taken 64 at a time; fewer than 16 that remain are exact, and so is everything else.
     ///
-    /// Sums stay in f32. An output differs from that without by at most `(2^-8 + e^(2d) - 1) v`, where `d` is `2^-8` of the largest
-    /// `|q| |k| scale` of its row, and `v` the largest value of its channel; `docs/performance.md` has measured errors and times. The same call gives
-    /// the same bits with any number of threads and any [`split`](Attend::split). But whether a row is rounded depends on how many rows
-    /// are in its call, so the bits of a prompt depend on how it is cut into steps, and differ from those of other processors.
+    /// Sums stay in f32. Beyond their rounding, an output differs from that without by at most `(2^-8 + e^(2d) - 1) v`, where `d` is `2^-8`
+    /// of the largest `|q| |k| scale` of its row (Euclidean lengths), and `v` the largest magnitude of a value that the row sees in the
+    /// channel. Log-sum-exps differ by at most `d`, and masses change with the weights, so a policy may decide otherwise. `docs/performance.md`
+    /// has measured errors and times.
+    ///
+    /// The same call gives the same bits with any number of threads and any [`split`](Attend::split), with masses and without. But the
+    /// bits of a prompt depend on how it is cut into steps, and may differ from those of other processors.
     ///
     /// ```
     /// # use pikv_host as pikv;

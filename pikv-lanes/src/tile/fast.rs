@@ -2,9 +2,9 @@
 //!
 //! A word of a key holds two neighbouring channels of a token, so K is multiplied as it lies. A word of a value holds two channels too, but
 //! its products are summed over tokens: the words of two neighbouring tokens are turned into a word of each channel first. Queries and
-//! weights are rounded to bf16, products are exact, and sums are in f32. Nothing is widened.
+//! weights are rounded to bf16, products are exact, and sums are in f32, where subnormal numbers count as 0. Nothing is widened.
 //!
-//! Every row takes its tokens in the order of the page, whatever the width of its bundle: results depend on the processor and on whether a
+//! Every row takes its tokens two by two in the order of the page, whatever the width of its bundle: results depend on the processor and on whether a
 //! row is in a tile at all, but not on threads.
 
 use super::scores::Weights;
@@ -59,7 +59,12 @@ impl Bf16Pairs {
 fn attend(w: Avx512, block: Block<'_>, tile: &mut Tile) {
     let Block { common, pages, mut out, first, mut raw, .. } = block;
     let (rows, acc_rows) = (common.sights.len(), common.layout.acc_rows() as usize);
-    assert!(pages.len() <= BLOCK);
+    assert!(pages.len() <= BLOCK && common.rotation.is_none());
+    assert_eq!(
+        common.rounded.len(),
+        rows * common.layout.k_rows() as usize,
+        "a word for each pair of channels"
+    );
     tile.fit(common.layout, rows);
     let Tile { p, seen, rounded, .. } = tile;
     let (p, seen) = (&mut p[..rows * BLOCK], &mut seen[..rows]);
@@ -127,11 +132,11 @@ fn attend(w: Avx512, block: Block<'_>, tile: &mut Tile) {
     }
 }
 
-/// The nearest bf16, ties to even, of a number.
+/// The nearest bf16, ties to even, of a number that is not NaN.
 #[inline]
 fn nearest(x: f32) -> u32 {
     let bits = x.to_bits();
-    (bits + 0x7fff + (bits >> 16 & 1)) >> 16
+    bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16
 }
 
 /// Rounds queries in bundles, `[bundle][2 words][width]`, to pairs of channels.

@@ -5,7 +5,7 @@ mod weights;
 
 use crate::attend::executor::{Executor, Results, TaskLists};
 use crate::attend::forest::{Done, Forest, Task};
-use crate::attend::job::{Item, Job, TILE, Widest};
+use crate::attend::job::{Item, Job, Widest};
 use crate::attend::mass::WeightSets;
 use crate::attend::queries::{SCRATCH, Scratch};
 use crate::attend::reduce::Trees;
@@ -21,6 +21,10 @@ use pikv_lanes::attend::{Finish, PACKED_ROWS};
 pub(crate) struct Cpu;
 
 impl Executor for Cpu {
+    fn rounds(&self) -> bool {
+        true
+    }
+
     fn widest(&self) -> Widest {
         |lanes, codecs| {
             let packed = codecs.iter().any(Option::is_some);
@@ -54,7 +58,8 @@ impl Job<'_> {
     pub fn run(&self, forests: &[Forest<'_>], lists: &mut TaskLists, out: &SharedRows<'_>, lse: &Shared<'_>) {
         let mut items: Vec<Item<'_>> = emptied(std::mem::take(&mut lists.items));
         for forest in forests {
-            items.extend(self.items(forest, TILE));
+            // As with masses: whether a row is in a tile that is rounded must not depend on whether they are asked for.
+            items.extend(self.items(forest, self.whole()));
         }
         let blocks: usize = items.iter().map(|item| item.forest.blocks.len()).sum();
         let level = match self.split {
