@@ -98,14 +98,11 @@ fn rows_of(
     let (parts, q) = (rows(&sequences, n), queries(n as usize));
     let error = check(&cache, &parts, &q, form)?;
     let asked = format!("{} {n} {context}", form.name.trim_end_matches(" fast"));
-    let has = |peer: &mut &mut Peer| -> Result<bool, Box<dyn Error>> {
-        Ok(peer.ask(&format!("setup {asked}"))?.starts_with("ok"))
-    };
-    let mut peer = options.peer.as_mut();
-    if let Some(it) = &mut peer
-        && !has(it)?
+    let mut peer = None;
+    if let Some(other) = &mut options.peer
+        && other.ask(&format!("setup {asked}"))?.starts_with("ok")
     {
-        peer = None;
+        peer = Some(other);
     }
     let seen = f64::from(n) * (f64::from(context) - f64::from(n - 1) / 2.0);
     let products = seen * (2 * HEAD_DIM * QUERY_HEADS) as f64;

@@ -13,6 +13,8 @@ from provenance import ROOT
 
 TARGET = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 VENV = TARGET / "peers/venv"
+# Empty stand-ins for the CUDA libraries that PyTorch's package asks for: see peers/cuda_standins.py.
+STANDINS = TARGET / "peers/standins"
 PYTHON = str(VENV / "bin/python")
 # The structures of `decode/llama.py` are those of this version.
 LLAMA = "xllamacpp==2026.10.11549"
@@ -35,6 +37,12 @@ class Installation:
         if not VENV.exists():
             self.attempt(peer, sys.executable, "-m", "venv", VENV)
         self.attempt(peer, PYTHON, "-m", "pip", "install", "-q", "--no-cache-dir", *packages)
+
+    def pytorch(self) -> None:
+        """Without its CUDA libraries: a process that loads it has STANDINS in LD_LIBRARY_PATH."""
+        self.python("torch", "sympy", "networkx", "jinja2", "fsspec", "filelock", "typing-extensions")
+        self.python("torch", "--no-deps", "torch")
+        self.attempt("torch", PYTHON, ROOT / "benches/peers/cuda_standins.py", STANDINS)
 
     def cargo(self, peer: str, folder: pathlib.Path, target: pathlib.Path) -> None:
         """A package of its own, compiled for this processor."""

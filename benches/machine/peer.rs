@@ -6,7 +6,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 /// A running peer.
 pub struct Peer {
-    /// Its greeting: name and version.
+    /// Name and version, which the peer greets with.
     pub name: String,
     child: Child,
     input: Option<ChildStdin>,

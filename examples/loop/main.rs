@@ -124,7 +124,10 @@ fn main() -> Result<()> {
                 return Err(format!("--policy {only}: there are {}", names.join(", ")).into());
             }
             let asked = |row: &Row| arguments.policy.as_ref().is_none_or(|only| only == row.name);
-            let wanting = |row: Row| arguments.wanted.into_iter().fold(row, Row::wanting);
+            let wanting = |row: Row| match arguments.wanted {
+                Some(pages) => row.wanting(pages),
+                None => row,
+            };
             cells.extend(rows.into_iter().filter(asked).map(|row| (router, budget, wanting(row))));
         }
     }

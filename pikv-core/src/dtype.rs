@@ -99,7 +99,7 @@ impl Dtype {
 
 /// The bits of `x` as bf16, rounded to nearest even, if bf16 holds it.
 #[inline(always)]
-pub(crate) fn round_bf16(x: f32) -> u32 {
+pub fn round_bf16(x: f32) -> u32 {
     let bits = x.to_bits();
     bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16
 }

@@ -163,7 +163,6 @@ impl Block<'_> {
     pub fn run(mut self, lanes: Lanes) {
         #[cfg(target_arch = "x86_64")]
         if !self.common.rounded.is_empty()
-            && tile::pays(self.common.sights.len(), self.common.most)
             && let Some(pairs) = Bf16Pairs::of(lanes)
             && let Some(tile) = self.tile.take()
         {

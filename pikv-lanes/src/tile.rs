@@ -26,7 +26,7 @@ pub(crate) use self::fast::Bf16Pairs;
 use self::half::each;
 use self::scores::{ScorePage, Weights};
 use self::sums::WeighRun;
-use self::widen::{Ahead, Keys, Values, flat, keys_of, values_ahead};
+use self::widen::{Ahead, Keys, Values, after_keys, after_values, flat};
 use crate::Lanes;
 use crate::attend::{Block, Common, Raw};
 use pikv_core::attend::{BLOCK, Sight};
@@ -57,7 +57,7 @@ pub struct Tile {
     /// Tokens of each page that each row sees: `[rows][BLOCK]`.
     seen: Vec<[u32; BLOCK]>,
     #[cfg(target_arch = "x86_64")]
-    rounded: fast::Rounded,
+    pairs: fast::Pairs,
 }
 
 /// Whether a tile is faster than bundles of `most`: if enough rows share the widening, and there are more than the rows of one token,
@@ -67,22 +67,23 @@ pub fn pays(rows: usize, most: usize) -> bool {
 }
 
 /// Rounds queries, `[bundle][k_channels][width]` with bundles of at most `most` rows, for [`Common::rounded`]; leaves `to` empty if `lanes` do not
-/// [multiply bf16](Lanes::multiplies_bf16), or K or V of `layout` is in another dtype. Keys that are rotated when read need exact queries.
+/// [multiply bf16](Lanes::multiplies_bf16), K or V of `layout` is in another dtype, or a tile of these rows does not [pay](pays). Keys that are rotated when read need exact queries.
 pub fn round_queries(lanes: Lanes, layout: &Layout, most: usize, q: &[f32], to: &mut Vec<u32>) {
     to.clear();
     #[cfg(target_arch = "x86_64")]
-    if [layout.k, layout.v] == [Dtype::Bf16; 2] && lanes.multiplies_bf16() {
-        fast::round_queries(q, layout.k_channels() as usize / 2, most, to);
+    if [layout.k, layout.v] == [Dtype::Bf16; 2]
+        && lanes.multiplies_bf16()
+        && pays(q.len() / layout.k_channels() as usize, most)
+    {
+        fast::pair_queries(q, layout.k_channels() as usize / 2, most, to);
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = (lanes, layout, most, q);
 }
 
 impl Tile {
-    /// Room for `rows` rows over pages of `layout`.
-    fn fit(&mut self, layout: &Layout, rows: usize) {
-        let wide = (layout.k_channels() as usize).max(layout.acc_rows() as usize * RUN * LANES);
-        grow(&mut self.wide, wide, Row([0.0; LANES]));
+    /// Room for the weights of `rows` rows.
+    fn fit(&mut self, rows: usize) {
         grow(&mut self.p, rows * BLOCK, Row([0.0; LANES]));
         grow(&mut self.seen, rows, [0; BLOCK]);
     }
@@ -98,26 +99,23 @@ pub(crate) fn attend<W: Warp>(w: W, block: Block<'_>, tile: &mut Tile) {
     let Block { common, pages, next, mut out, first, mut raw, .. } = block;
     let rows = common.sights.len();
     assert!(pages.len() <= BLOCK);
-    tile.fit(common.layout, rows);
+    tile.fit(rows);
     let Tile { wide, p, seen, .. } = tile;
     let (p, seen) = (&mut p[..rows * BLOCK], &mut seen[..rows]);
+    let acc_rows = common.layout.acc_rows() as usize;
+    grow(wide, (common.layout.k_channels() as usize).max(acc_rows * RUN * LANES), Row([0.0; LANES]));
     if !see(w, &common, pages, seen) {
-        return nothing(&mut out, first..first + rows, raw);
+        return nothing(&mut out, first..first + rows, acc_rows, raw);
     }
     for (i, page) in pages.iter().enumerate().filter(|(i, _)| is_seen(seen, *i)) {
-        let ahead = match pages.get(i + 1) {
-            Some(page) => [keys_of(common.layout, page.words), &[], &[], &[]],
-            None => values_ahead(common.layout, pages),
-        };
         let wide = w.call(Keys { common: &common, words: page.words, wide });
-        let ahead = Ahead::new(ahead, rows);
+        let ahead = Ahead::new(after_keys(common.layout, pages, i), rows);
         let mut scores = ScorePage { common: &common, wide, page: i, p, seen, ahead };
         each(w, rows, common.most, &mut scores);
     }
     let (m, l) = (&mut out.m[first..first + rows], &mut out.l[first..first + rows]);
     w.call(Weights { pages: pages.len(), softcap: common.softcap, p, seen, m, l });
     copy_weights(&mut raw, pages.len(), p);
-    let acc_rows = common.layout.acc_rows() as usize;
     let acc = &mut out.acc[first * acc_rows..(first + rows) * acc_rows];
     acc.fill([0.0; LANES]);
     for start in (0..pages.len()).step_by(RUN) {
@@ -125,11 +123,7 @@ pub(crate) fn attend<W: Warp>(w: W, block: Block<'_>, tile: &mut Tile) {
         if !run.clone().any(|i| is_seen(seen, i)) {
             continue;
         }
-        let ahead = match pages.get(run.end..) {
-            Some(after @ [_, ..]) => values_ahead(common.layout, after),
-            _ => [next[0].get(Layout::K_BASE as usize..).unwrap_or_default().as_chunks().0, &[], &[], &[]],
-        };
-        let mut ahead = Ahead::new(ahead, rows * acc_rows);
+        let mut ahead = Ahead::new(after_values(common.layout, pages, run.end, next), rows * acc_rows);
         w.call(Values { layout: common.layout, pages: &pages[run.clone()], wide });
         for (at, wide) in wide.chunks_exact(RUN * LANES).take(acc_rows).enumerate() {
             let (acc, stride, ahead) = (&mut acc[at..], acc_rows, &mut ahead);
@@ -156,8 +150,7 @@ fn is_seen(seen: &[[u32; BLOCK]], i: usize) -> bool {
 }
 
 /// The results of rows that see no token of the block.
-fn nothing(out: &mut Partial<'_>, rows: Range<usize>, raw: Raw<'_>) {
-    let acc_rows = out.acc.len() / out.m.len();
+fn nothing(out: &mut Partial<'_>, rows: Range<usize>, acc_rows: usize, raw: Raw<'_>) {
     out.m[rows.clone()].fill(f32::NEG_INFINITY);
     out.l[rows.clone()].fill(0.0);
     out.acc[rows.start * acc_rows..rows.end * acc_rows].fill([0.0; LANES]);
@@ -173,15 +166,15 @@ fn see<W: Warp>(w: W, common: &Common<'_>, pages: &[PageRef<'_>], seen: &mut [[u
         let (pool, ring) = common.sights[row];
         if common.ring { ring } else { pool }
     };
-    // A sight that sees no more than any row does.
-    let least = (1..seen.len()).map(sight).fold(sight(0), |a, b| Sight {
+    let folded = |both: fn(Sight, Sight) -> Sight| (1..seen.len()).map(sight).fold(sight(0), both);
+    // Sights that see no more, and no less, than any row does.
+    let narrowest = folded(|a, b| Sight {
         floor: a.floor.max(b.floor),
         lo: a.lo.max(b.lo),
         sinks: a.sinks.min(b.sinks),
         hi: a.hi.min(b.hi),
     });
-    // One that sees no less.
-    let most = (1..seen.len()).map(sight).fold(sight(0), |a, b| Sight {
+    let widest = folded(|a, b| Sight {
         floor: a.floor.min(b.floor),
         lo: a.lo.min(b.lo),
         sinks: a.sinks.max(b.sinks),
@@ -190,11 +183,9 @@ fn see<W: Warp>(w: W, common: &Common<'_>, pages: &[PageRef<'_>], seen: &mut [[u
     let mut any = false;
     for (i, page) in pages.iter().enumerate() {
         let position = w.load_part(&page.words[..LANES]);
-        let same = match least.mask(w, position, page.live) {
-            all if all == page.live => Some(all),
-            _ => Some(most.mask(w, position, page.live)).filter(|most| *most == 0),
-        };
-        if let Some(same) = same {
+        let all = narrowest.mask(w, position, page.live) == page.live;
+        if all || widest.mask(w, position, page.live) == 0 {
+            let same = if all { page.live } else { 0 };
             seen.iter_mut().for_each(|seen| seen[i] = same);
             any |= same != 0;
             continue;

@@ -86,16 +86,6 @@ impl Tensor {
     fn wide(&self) -> Vec<f32> {
         of!(self, x => wide(x))
     }
-
-    /// This dtype's rounding of `x`, in f32.
-    fn rounded(&self, x: &[f32]) -> Vec<f32> {
-        let to = match self {
-            Tensor::F32(_) => Dtype::F32,
-            Tensor::F16(_) => Dtype::F16,
-            Tensor::Bf16(_) => Dtype::Bf16,
-        };
-        Tensor::narrow(to, x).wide()
-    }
 }
 
 fn narrow<T: Number>(x: &[f32]) -> Vec<T> {
@@ -235,6 +225,7 @@ impl Run {
 fn same(setup: &Setup, [k_in, v_in, q_in, out_in]: [Dtype; 4]) {
     let (mut ours, mut wide_run) = (Run::new(setup), Run::new(setup));
     let LayerShape { kv_heads, query_heads, layout, .. } = setup.shape;
+    let rounded = |x: &Tensor| bits(&Tensor::narrow(out_in, &x.wide()).wide());
     let mut rng = Rng(setup.seed);
     for i in 0..24 {
         let n = if i % 6 == 0 { [27, 9] } else { [1 + rng.below(4), 1] };
@@ -252,12 +243,12 @@ fn same(setup: &Setup, [k_in, v_in, q_in, out_in]: [Dtype; 4]) {
         let masses = rng.one_in(3);
         let ((out, lse, mass), chosen) = ours.step(n, &input, out_in, masses);
         let ((want, want_lse, want_mass), want_chosen) = wide_run.step(n, &in_f32, Dtype::F32, masses);
-        assert_eq!(bits(&out.wide()), bits(&out.rounded(&want.wide())), "out of step {i}");
+        assert_eq!(bits(&out.wide()), rounded(&want), "out of step {i}");
         assert_eq!((bits(&lse), chosen), (bits(&want_lse), want_chosen), "step {i}");
         assert_eq!(mass, want_mass, "step {i}");
         let again = ours.again(&Tensor::narrow(q_in, last), out_in);
         let want = wide_run.again(&Tensor::F32(last.to_vec()), Dtype::F32);
-        assert_eq!(bits(&again.wide()), bits(&again.rounded(&want.wide())), "outside step {i}");
+        assert_eq!(bits(&again.wide()), rounded(&want), "outside step {i}");
     }
     assert_eq!(ours.held(), wide_run.held());
     assert_eq!(ours.evicted, setup.rule > 0, "policies had something to do");

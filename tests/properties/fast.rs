@@ -156,7 +156,7 @@ fn a_fast_call_has_the_same_bits_on_any_threads_and_split() {
     }
 }
 
-/// What is not in bf16, is rotated when read, or is not a tile has the bits that it has without.
+/// Pages in other dtypes, keys that are rotated when read, and calls of few rows have the bits that they have without `fast`.
 #[test]
 fn other_calls_are_not_rounded() {
     let plain = LayerShape::new(2, 8, 64, Dtype::F32);

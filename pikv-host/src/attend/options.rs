@@ -109,7 +109,7 @@ impl Attend {
 
     /// Sets whether prompts may be computed with queries and weights rounded to bf16; off by default.
     ///
-    /// It acts on a CPU, not over a fabric, on full pages with K and V in bf16 whose keys are stored as they are read, on lanes that
+    /// Calls on a CPU are rounded, not those over a fabric, where full pages have K and V in bf16 and keys are stored as they are read, on lanes that
     /// [multiply bf16](pikv_lanes::Lanes::multiplies_bf16) (AVX-512 with AVX512-BF16). The rows of a KV head, one for each token and query
     /// head of a call, are taken 64 at a time; fewer than 16 that remain are exact, and so is everything else.
     ///

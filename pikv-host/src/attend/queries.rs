@@ -6,7 +6,7 @@ use pikv_core::attend::Sight;
 use pikv_core::codec::read::REBUILT;
 use pikv_core::warp::LANES;
 use pikv_lanes::attend::bundles;
-use pikv_lanes::tile::{Tile, pays, round_queries};
+use pikv_lanes::tile::{Tile, round_queries};
 use std::cell::RefCell;
 
 /// Queries of an item in the form that its blocks read.
@@ -95,8 +95,8 @@ impl Job<'_> {
             at += channels * width;
         }
         packed.rounded.clear();
-        let (lanes, most) = (self.inner.config.lanes, self.most(item.forest));
-        if self.fast && rotation.is_none() && pays(item.rows, most) {
+        if self.fast && rotation.is_none() {
+            let (lanes, most) = (self.inner.config.lanes, self.most(item.forest));
             round_queries(lanes, self.layout(), most, &packed.q, &mut packed.rounded);
         }
     }

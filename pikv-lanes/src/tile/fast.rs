@@ -8,15 +8,17 @@
 //! row is in a tile at all, but not on threads.
 
 use super::scores::Weights;
-use super::widen::{Ahead, keys_of, values_ahead};
+use super::widen::{Ahead, after_keys, after_values, keys_of};
 use super::{RUN, Row, Tile, copy_weights, grow, is_seen, nothing, see};
-use crate::attend::{Block, bundles};
+use crate::attend::{Block, Common, bundles};
 use crate::{Avx512, Lanes};
 use core::arch::x86_64::*;
 use pikv_core::attend::BLOCK;
+use pikv_core::dtype::round_bf16;
 use pikv_core::full::PageRef;
 use pikv_core::page::Layout;
 use pikv_core::warp::{LANES, Warp};
+use std::ops::Range;
 
 /// Pairs of tokens in a page.
 const PAIRS: usize = LANES / 2;
@@ -28,7 +30,7 @@ struct Words([u32; LANES]);
 
 /// Working memory beside that of [`Tile`].
 #[derive(Debug, Default)]
-pub(super) struct Rounded {
+pub(super) struct Pairs {
     /// Weights in pairs of tokens: `[rows][BLOCK][PAIRS]`.
     p: Vec<[u32; PAIRS]>,
     /// Values of a run of pages in pairs of tokens: `[acc_rows][RUN][PAIRS]`, 32 channels each.
@@ -57,7 +59,7 @@ impl Bf16Pairs {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,avx512bf16")]
 fn attend(w: Avx512, block: Block<'_>, tile: &mut Tile) {
-    let Block { common, pages, mut out, first, mut raw, .. } = block;
+    let Block { common, pages, next, mut out, first, mut raw, .. } = block;
     let (rows, acc_rows) = (common.sights.len(), common.layout.acc_rows() as usize);
     assert!(pages.len() <= BLOCK && common.rotation.is_none());
     assert_eq!(
@@ -65,22 +67,42 @@ fn attend(w: Avx512, block: Block<'_>, tile: &mut Tile) {
         rows * common.layout.k_rows() as usize,
         "a word for each pair of channels"
     );
-    tile.fit(common.layout, rows);
-    let Tile { p, seen, rounded, .. } = tile;
+    tile.fit(rows);
+    let Tile { p, seen, pairs, .. } = tile;
     let (p, seen) = (&mut p[..rows * BLOCK], &mut seen[..rows]);
-    grow(&mut rounded.p, rows * BLOCK, [0; PAIRS]);
-    grow(&mut rounded.v, acc_rows * RUN * PAIRS, Words([0; LANES]));
+    grow(&mut pairs.p, rows * BLOCK, [0; PAIRS]);
+    grow(&mut pairs.v, acc_rows * RUN * PAIRS, Words([0; LANES]));
     if !see(w, &common, pages, seen) {
-        return nothing(&mut out, first..first + rows, raw);
+        return nothing(&mut out, first..first + rows, acc_rows, raw);
     }
+    score_pages(w, &common, pages, seen, p);
+    let (m, l) = (&mut out.m[first..first + rows], &mut out.l[first..first + rows]);
+    w.call(Weights { pages: pages.len(), softcap: common.softcap, p, seen, m, l });
+    copy_weights(&mut raw, pages.len(), p);
+    p.iter().zip(&mut pairs.p).for_each(|(p, to)| round_weights(p, to));
+    let acc = &mut out.acc[first * acc_rows..(first + rows) * acc_rows];
+    acc.fill([0.0; LANES]);
+    for start in (0..pages.len()).step_by(RUN) {
+        let run = start..(start + RUN).min(pages.len());
+        if !run.clone().any(|i| is_seen(seen, i)) {
+            continue;
+        }
+        for (at, i) in run.clone().enumerate() {
+            let all = seen.iter().fold(0, |all, seen| all | seen[i]);
+            pair_values(w, common.layout, &pages[i], all, &mut pairs.v[at * PAIRS..]);
+        }
+        let ahead = Ahead::new(after_values(common.layout, pages, run.end, next), rows * acc_rows);
+        sum_run(w, &common, run, pairs, acc, ahead);
+    }
+}
+
+/// The scores of all pages that a row sees, `[rows][BLOCK]`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,avx512bf16")]
+fn score_pages(w: Avx512, common: &Common<'_>, pages: &[PageRef<'_>], seen: &[[u32; BLOCK]], p: &mut [Row]) {
     for (i, page) in pages.iter().enumerate().filter(|(i, _)| is_seen(seen, *i)) {
-        let ahead = match pages.get(i + 1) {
-            Some(page) => [keys_of(common.layout, page.words), &[], &[], &[]],
-            None => values_ahead(common.layout, pages),
-        };
-        let mut ahead = Ahead::new(ahead, rows);
+        let mut ahead = Ahead::new(after_keys(common.layout, pages, i), seen.len());
         let keys = keys_of(common.layout, page.words);
-        for (row, width) in bundles(rows, common.most) {
+        for (row, width) in bundles(seen.len(), common.most) {
             ahead.fetch(w, width);
             if !is_seen(&seen[row..row + width], i) {
                 continue;
@@ -94,53 +116,36 @@ fn attend(w: Avx512, block: Block<'_>, tile: &mut Tile) {
             }
         }
     }
-    let (m, l) = (&mut out.m[first..first + rows], &mut out.l[first..first + rows]);
-    w.call(Weights { pages: pages.len(), softcap: common.softcap, p, seen, m, l });
-    copy_weights(&mut raw, pages.len(), p);
-    for (p, rounded) in p.iter().zip(&mut rounded.p) {
-        round_weights(p, rounded);
-    }
-    let acc = &mut out.acc[first * acc_rows..(first + rows) * acc_rows];
-    acc.fill([0.0; LANES]);
-    for start in (0..pages.len()).step_by(RUN) {
-        let run = start..(start + RUN).min(pages.len());
-        if !run.clone().any(|i| is_seen(seen, i)) {
-            continue;
-        }
-        for (i, page) in run.clone().enumerate() {
-            let all = seen.iter().fold(0, |all, seen| all | seen[page]);
-            pair_values(w, common.layout, &pages[page], all, &mut rounded.v[i * PAIRS..]);
-        }
-        let ahead = match pages.get(run.end..) {
-            Some(after @ [_, ..]) => values_ahead(common.layout, after),
-            _ => [&[][..]; RUN],
-        };
-        let mut ahead = Ahead::new(ahead, rows * acc_rows);
-        for (at, v) in rounded.v.chunks_exact(RUN * PAIRS).take(acc_rows).enumerate() {
-            let v = &v[..run.len() * PAIRS];
-            for (row, width) in bundles(rows, common.most) {
-                ahead.fetch(w, width);
-                let (p, acc) = (&rounded.p[row * BLOCK + start..], &mut acc[row * acc_rows + at..]);
-                match width {
-                    8 => sums::<8>(v, p, acc, acc_rows),
-                    4 => sums::<4>(v, p, acc, acc_rows),
-                    2 => sums::<2>(v, p, acc, acc_rows),
-                    _ => sums::<1>(v, p, acc, acc_rows),
-                }
+}
+
+/// Adds the values of a run of pages, in pairs, to the sums of all rows.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,avx512bf16")]
+fn sum_run(
+    w: Avx512,
+    common: &Common<'_>,
+    run: Range<usize>,
+    pairs: &Pairs,
+    acc: &mut [[f32; LANES]],
+    mut ahead: Ahead<'_>,
+) {
+    let acc_rows = common.layout.acc_rows() as usize;
+    for (at, v) in pairs.v.chunks_exact(RUN * PAIRS).take(acc_rows).enumerate() {
+        let v = &v[..run.len() * PAIRS];
+        for (row, width) in bundles(common.sights.len(), common.most) {
+            ahead.fetch(w, width);
+            let (p, acc) = (&pairs.p[row * BLOCK + run.start..], &mut acc[row * acc_rows + at..]);
+            match width {
+                8 => sums::<8>(v, p, acc, acc_rows),
+                4 => sums::<4>(v, p, acc, acc_rows),
+                2 => sums::<2>(v, p, acc, acc_rows),
+                _ => sums::<1>(v, p, acc, acc_rows),
             }
         }
     }
 }
 
-/// The nearest bf16, ties to even, of a number that is not NaN.
-#[inline]
-fn nearest(x: f32) -> u32 {
-    let bits = x.to_bits();
-    bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16
-}
-
 /// Rounds queries in bundles, `[bundle][2 words][width]`, to pairs of channels.
-pub(super) fn round_queries(q: &[f32], words: usize, most: usize, to: &mut Vec<u32>) {
+pub(super) fn pair_queries(q: &[f32], words: usize, most: usize, to: &mut Vec<u32>) {
     let rows = q.len() / (2 * words);
     to.resize(rows * words, 0);
     for (row, width) in bundles(rows, most) {
@@ -159,7 +164,7 @@ pub(super) fn round_queries(q: &[f32], words: usize, most: usize, to: &mut Vec<u
 fn round_bundle<const R: usize>(from: &[f32], to: &mut [u32]) {
     for (pair, to) in from.as_chunks::<R>().0.as_chunks::<2>().0.iter().zip(to.as_chunks_mut::<R>().0) {
         for (to, (low, high)) in to.iter_mut().zip(pair[0].iter().zip(pair[1])) {
-            *to = nearest(*low) | nearest(high) << 16;
+            *to = round_bf16(*low) | round_bf16(high) << 16;
         }
     }
 }

@@ -20,9 +20,32 @@ fn values_of<'a>(layout: &Layout, words: &'a [u32]) -> &'a [[u32; LANES]] {
     words[layout.v_base() as usize..].as_chunks().0
 }
 
+/// What is read after the keys of page `i`: the keys of the next page, or the first values.
+#[inline(always)]
+pub(super) fn after_keys<'a>(layout: &Layout, pages: &[PageRef<'a>], i: usize) -> [&'a [[u32; LANES]]; RUN] {
+    match pages.get(i + 1) {
+        Some(page) => [keys_of(layout, page.words), &[], &[], &[]],
+        None => first_values(layout, pages),
+    }
+}
+
+/// What is read after the values of the pages before `end`: the values of those that follow, or the first page of `next`.
+#[inline(always)]
+pub(super) fn after_values<'a>(
+    layout: &Layout,
+    pages: &[PageRef<'a>],
+    end: usize,
+    next: [&'a [u32]; 2],
+) -> [&'a [[u32; LANES]]; RUN] {
+    match pages.get(end..) {
+        Some(after @ [_, ..]) => first_values(layout, after),
+        _ => [next[0].get(Layout::K_BASE as usize..).unwrap_or_default().as_chunks().0, &[], &[], &[]],
+    }
+}
+
 /// The values of the first pages of `pages`.
 #[inline(always)]
-pub(super) fn values_ahead<'a>(layout: &Layout, pages: &[PageRef<'a>]) -> [&'a [[u32; LANES]]; RUN] {
+fn first_values<'a>(layout: &Layout, pages: &[PageRef<'a>]) -> [&'a [[u32; LANES]]; RUN] {
     let mut ahead: [&[[u32; LANES]]; RUN] = [&[]; RUN];
     for (ahead, page) in ahead.iter_mut().zip(pages) {
         *ahead = values_of(layout, page.words);
